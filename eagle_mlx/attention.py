@@ -34,8 +34,7 @@ def queries_at_once(length: int, sharing: int, width: int) -> int:
 def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Return mlx-lm's `scaled_dot_product_attention`, with a verify's queries in slices that fit the fused kernel.
 
-    Its values do not change. Otherwise the scores of all heads are written to memory and read again. Plain decoding and
-    prompts do not change.
+    Otherwise the scores of all heads are written to memory and read again. Values do not change.
     """
 
     def attend(

@@ -50,8 +50,8 @@ class HeadTrial:
 def load_head(name: str | Path, target: Target | None = None, check: bool = True, bits: int | None = None) -> DraftHead:
     """Load a head from a folder or a hub id; with a target, check that it fits and that it drafts.
 
-    `bits` quantizes its large matrices: 4 or 8, or 16 for no quantization. By default they get the bits of most of the
-    target's weights. A head that is quantized on disk stays so.
+    `bits`: 4, 8, or 16 for no quantization; by default large matrices get the bits of most of the target's weights. A
+    head that is quantized on disk stays so.
 
     If a head fits but drafts almost nothing, this gives a HeadWarning with the likely causes. The check decodes four
     answers of 64 tokens: at most 64 forwards of the target, about 30 with a good head, four times as many for the few
@@ -84,7 +84,11 @@ def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str
 
 def try_out(head: DraftHead, target: Target, progress: bool = False) -> HeadTrial:
     """Decode the built-in prompts greedily with drafts, ignoring stop tokens. Does not change random state."""
-    engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=_rows(target))
+    rows = 1
+    with suppress(TargetError):
+        check_cacheable(target.model, len(PROMPTS))
+        rows = len(PROMPTS)
+    engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=rows)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
     requests = [engine.prepare(prompt, params) for prompt in trial_prompts(target)]
     for request in requests:
@@ -122,14 +126,6 @@ def warning_of(trial: HeadTrial, layers: tuple[int, ...] = ()) -> str | None:
     )
 
 
-def _rows(target: Target) -> int:
-    try:
-        check_cacheable(target.model, len(PROMPTS))
-    except TargetError:
-        return 1
-    return len(PROMPTS)
-
-
 def trial_prompts(target: Target) -> list[list[int]]:
     """Return the prompts' token ids; arbitrary ids without a tokenizer."""
     longest = max(1, target.context_length - TOKENS - 1)
@@ -139,7 +135,7 @@ def trial_prompts(target: Target) -> list[list[int]]:
 
 
 def _encode(target: Target, text: str) -> list[int]:
-    """Encode a text as a user's turn, or as plain text if the chat template is missing or fails."""
+    """Encode a user's turn, or the plain text if the chat template is missing or fails."""
     with suppress(Exception):  # templates are programs and may raise anything
         return encode(target, [{"role": "user", "content": text}])
     return encode(target, text)

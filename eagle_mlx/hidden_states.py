@@ -1,7 +1,6 @@
 """Hidden states of a target in 16 or 8 bits, and training examples with hidden states.
 
-All code that captures, stores, packs or reads hidden states uses the layout defined here: the outputs of the layers
-that a head reads, concatenated, and then the last layer's.
+Everywhere, the outputs of the layers that a head reads come first, concatenated, and then the last layer's.
 """
 
 from __future__ import annotations

@@ -277,15 +277,11 @@ def read_manifest(folder: Path) -> Manifest:
 class ShardWriter:
     """Writes shards into a folder, which has a temporary name until it is complete.
 
-    Use it in a `with` statement. Until the block ends, the shards are in `unfinished_folder(folder)`, with a manifest
-    of the complete ones. `made_from` names everything that determines the shards' content. If the block raises or the
-    process is killed, the shards are kept, and the next writer with equal `made_from` has them in `files`.
-
-    With `resume`, a finished folder with damaged shards becomes an unfinished capture again.
-
-    Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if the folder or an unfinished
-    capture was made from something else (`overwrite` replaces both), if another process is writing, or if the disk
-    fails.
+    Use it in a `with` statement. If the block raises or the process is killed, the complete shards stay in
+    `unfinished_folder(folder)`, and the next writer with equal `made_from` has them in `files`. `made_from` names
+    everything that determines the shards' content. With `resume`, a finished folder with damaged shards becomes an
+    unfinished capture again. Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if it
+    was made from something else (`overwrite` replaces it), if another process is writing, or if the disk fails.
     """
 
     def __init__(

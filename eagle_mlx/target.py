@@ -150,8 +150,7 @@ class Target:
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits [..., V] of normed hidden states [..., H], as the model itself computes them.
 
-        The model runs without its layers, so whatever it does after the final norm is done here too: scales, a soft
-        cap, its output projection.
+        The model runs without its layers, so it applies its scales, soft cap and output projection.
         """
         read = hidden.reshape(-1, *hidden.shape[-2:]) if hidden.ndim > 1 else hidden[None, None]
         self.hooks.add(self._before_logits, RecordsOutput)
@@ -196,9 +195,8 @@ class Target:
     ) -> Forward:
         """Run the model over tokens [B, L] and return the outputs of `aux_layers` (counted from 0).
 
-        Unused results are never computed, because MLX evaluates lazily. `ends`: for each row, the one position whose
-        logits [B, 1, V] are returned; no others are computed. Raises TargetError for layers that the model lacks or
-        whose output is not one hidden state per token.
+        Unused results are never computed. `ends`: for each row, the one position whose logits [B, 1, V] are returned.
+        Raises TargetError for layers that the model lacks or whose output is not one hidden state per token.
         """
         for layer in aux_layers:
             if not 0 <= layer < self.num_layers:

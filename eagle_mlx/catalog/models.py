@@ -39,8 +39,7 @@ def published_model(name: str) -> Mapping[str, Any]:
 def described_target(name: str, model: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16) -> Target:
     """Return a target from the fields of its config.json. Its weights are random, and only computed if used.
 
-    `quantization` applies to every matrix; `experts` in it overrides it for a mixture of experts. Raises TargetError if
-    mlx-lm does not support the model.
+    `experts` in `quantization` is for a mixture of experts. Raises TargetError if mlx-lm does not support the model.
     """
     fields = dict(model)
     common = dict(fields.pop("quantization", {}))

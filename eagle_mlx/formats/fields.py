@@ -195,8 +195,7 @@ def _rope_fields(
 ) -> tuple[float, dict[str, Any] | None]:
     """Return RoPE's base and scaling from old or new transformers fields. Raises ConfigError for unknown scaling.
 
-    As in transformers, `rope_scaling` takes precedence over `rope_parameters`, and a base in either over the top-level
-    one.
+    As in transformers, `rope_scaling` precedes `rope_parameters`, and a base in either precedes the top-level one.
     """
     given = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
     scaling = {name: value for name, value in given.items() if value is not None}

@@ -30,11 +30,7 @@ _STORAGES: dict[str, Any] = {
 
 
 def read_torch(file: Path) -> dict[str, mx.array]:
-    """Return the named tensors of a file from torch.save.
-
-    Raises CheckpointError if the file is damaged or older than torch 1.6, or if its pickle asks for anything except
-    dictionaries of tensors.
-    """
+    """Return the named tensors of a file from torch.save. Raises CheckpointError if there is anything else in it."""
     try:
         with zipfile.ZipFile(file) as archive:
             tensors = _Unpickler(file, archive).load()

@@ -179,7 +179,10 @@ def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]
         assert output.accepted == output.drafted > 10
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "llama", "mimo", "qwen3_moe", "qwen3_next", "qwen3_5"])
+LAYERS_OF = ["deepseek_v3", "glm4_moe", "qwen3_5", "llama", "qwen3_moe", "mimo", "qwen3_next"]
+
+
+@pytest.mark.parametrize("name", in_turn(LAYERS_OF))
 def test_models_draft_with_layers_of_their_own_kind(name: str) -> None:
     """Their own caches work with the head's: latent keys, recurrent states, experts."""
     model = tiny_model(name)

@@ -28,6 +28,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import Hook, PlacesOneByOne, without_hooks
 from tests.architectures import CONFIGS, tiny_model
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import in_turn
 
 TOKENS = mx.array([[1, 5, 9, 2]])
 
@@ -79,7 +80,7 @@ def use(target: em.Target) -> None:
         why_no_trees(target)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=4))
 def test_mlx_lm_stays_as_it_is_and_a_model_becomes_what_it_was(name: str) -> None:
     model = tiny_model(name)
     before, model_before = attributes_of_mlx_lm(), attributes_of(model)

@@ -14,6 +14,7 @@ from eagle_mlx.target import Target
 from tests.architectures import CONFIGS, SCALED, VOCAB, tiny_model
 from tests.eagle_mlx.heads import dflash, dspark, eagle, mtp
 from tests.fakes import randomize
+from tests.full import in_turn
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, VOCAB, (2, 9)))
 
@@ -30,7 +31,7 @@ def variation(logits: mx.array, others: mx.array) -> float:
     return float(mx.max(mx.sum(mx.abs(p - q), axis=-1)) / 2)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*SCALED, *in_turn([name for name in CONFIGS if name not in SCALED], of=3)])
 def test_logits_of_hidden_states_are_the_models_own(name: str) -> None:
     target = target_of(name)
     own = target.model(TOKENS)

@@ -60,7 +60,7 @@ def change(folder: Path, **fields: Any) -> None:
 # Decoding
 
 
-@pytest.mark.parametrize(("kind", "bits"), in_turn(diagonal(ALL, [4, 8]), 2, of=3))
+@pytest.mark.parametrize(("kind", "bits"), in_turn(diagonal(ALL, [4, 8]), 2, of=5))
 def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[list[int]]) -> None:
     head = ALL[kind](TARGET)
     quantize_for(head, TARGET, bits)
@@ -71,7 +71,7 @@ def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[li
     assert sum(output.drafted for output in outputs) > 50
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3, one norm", "mtp, own ends", "dflash", "dspark, rnn"])
+@pytest.mark.parametrize("kind", in_turn(["eagle", "eagle3, one norm", "mtp, own ends", "dflash", "dspark, rnn"]))
 def test_the_text_of_trees_is_that_of_plain_decoding(kind: str, plain: list[list[int]]) -> None:
     head = ALL[kind](TARGET)
     quantize_for(head, TARGET, 4)

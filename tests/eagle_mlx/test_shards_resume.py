@@ -247,7 +247,7 @@ def test_killed_at_every_moment(tmp_path: Path, whole: dict[str, bytes]) -> None
         assert content(folder) == whole
         for path in folder.iterdir():
             path.unlink()
-        moment += in_full(1, 3)
+        moment += in_full(1, 5)
     assert moment > 3 * COUNT
 
 

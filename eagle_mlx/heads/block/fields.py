@@ -39,9 +39,8 @@ _UNIMPLEMENTED = (
 def flat_config(file: Path, config: Mapping[str, Any], own: Sequence[str], strict: bool = True) -> dict[str, Any]:
     """Return the fields that are set, with those of `dflash_config` at the top level, where they take precedence.
 
-    `own` are the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values
-    that are not implemented. If not `strict`, unknown fields that are not in `_UNIMPLEMENTED` give a HeadWarning: some
-    trainers copy the target's config.
+    `own`: the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values that
+    are not implemented. If not `strict`, unknown fields only give a HeadWarning unless they are in `_UNIMPLEMENTED`.
     """
     inner = config.get(DFLASH) or {}
     if not isinstance(inner, dict):

@@ -73,8 +73,7 @@ class BlockHead(HeadBase[BlockConfig]):
         """Run a block after its context.
 
         embeddings [B, b, H] of the newest token and mask tokens; g [B, L, H], the context's features at positions
-        0..L-1. With a cache, the context is in the cache, and g is not read. `mask` is not used. Returns [B, b, H],
-        normed.
+        0..L-1, not read if there is a cache. `mask` is not used. Returns [B, b, H], normed.
         """
         start: int | mx.array = g.shape[1]
         longest = g.shape[1]
@@ -125,9 +124,8 @@ class BlockHead(HeadBase[BlockConfig]):
     ) -> tuple[mx.array, mx.array | None]:
         """Return the final logits [..., Vd] of slots of a sequential head, and the state for the next slot.
 
-        previous [...] int32, the tokens before, in target ids; h [..., H], the slots' states; logits [..., Vd], of
-        `logits`; state: of the slot before, None for the first; candidates [..., K]: for a selector, the tokens with
-        the largest logits.
+        previous [...] int32, the tokens before, in target ids; h [..., H] and logits [..., Vd] of the slots; state: of
+        the slot before, None for the first; candidates [..., K]: for a selector, the tokens with the largest logits.
         """
         if candidates is not None:
             return self.candidate_selector(previous, h, logits, candidates), None

@@ -1,9 +1,8 @@
-"""The config and the layers of block drafters: slots attend to the context and to their own block. The parts after the
-layers read the token before a slot: they change its logits, or predict its confidence.
+"""The config and the parts of block drafters: layers whose slots attend to the context and to their own block; and what
+reads the token before a slot, to change its logits or to predict its confidence.
 
 Sources: package `dflash` (`DFlash2DraftModel`) for convolutions and the selector; deepseek-ai/DeepSpec
-(`deepspec/modeling/dspark`) for DSpark's heads and Gemma 4's layer; sgl-project/SpecForge
-(`specforge/modeling/draft/dspark_heads.py`) for DSpark's heads.
+(`deepspec/modeling/dspark`) and SpecForge (`modeling/draft/dspark_heads.py`) for DSpark's heads and Gemma 4's layer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
-from eagle_mlx.heads.layers import MLP, Attention, LayerShape
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 
 WindowStart = Literal["slot", "anchor"]
 """Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
@@ -156,21 +155,17 @@ class ContextAttention(Attention):
         return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask))
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(PlainLayer):
     """A Qwen3 decoder layer whose attention also reads the context."""
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = ContextAttention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        super().__init__(config, 0, attention=ContextAttention(config))
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+    def __call__(  # type: ignore[override]
+        self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array
+    ) -> mx.array:
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
-        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        return self.finish(x, self.self_attn.slots(self.input_layernorm(x), mask, past, offset))
 
 
 class GemmaAttention(ContextAttention):

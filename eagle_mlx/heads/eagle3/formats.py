@@ -1,10 +1,9 @@
 """File layouts of EAGLE-3 and P-EAGLE heads: the portable one, and that of vllm-project/speculators.
 
-SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer, DeepSpec and SGLang use the portable layout. Tensors: `fc`,
-`midlayer.*` (or `layers.0.*`), further `layers.*`, `norm`, `lm_head`; `d2t` (int64 offsets) and `t2d` (bool) if the
-draft vocabulary is smaller than the target's; and, depending on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k
-norms and biases. Layer ids are written twice: in `eagle_config` as the output of layer k from 0 (SGLang, SpecForge),
-and at the top level as k + 1 (vLLM). DeepSpec names them `target_layer_ids`, from 0 (its `modeling/eagle3/qwen3`).
+SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer, DeepSpec and SGLang use the portable layout. The first
+layer is `midlayer.*` or `layers.0.*`; `d2t` (int64 offsets) and `t2d` (bool) are there if the draft vocabulary is
+smaller than the target's. Layer ids are written twice: in `eagle_config` as the output of layer k from 0 (SGLang,
+SpecForge), and at the top level as k + 1 (vLLM). DeepSpec names them `target_layer_ids`, from 0.
 
 P-EAGLE has EAGLE-3's tensors with `mask_hidden`, and the id of the mask token in the config. SpecForge
 (`PEagleDraftModel`), NeMo AutoModel (`parallel_drafting`) and Amazon (`ptd_token_id`) write it. Sources: SpecForge's
@@ -311,12 +310,11 @@ def save_speculators(
     depth: int = 3,
     **options: Unpack[SaveOptions],
 ) -> None:
-    """Write a head (`Format.save`) with an embedding, its own or its target's: without one, speculators would draft
-    with uninitialized memory.
+    """Write a head (`Format.save`) with an embedding; without one, speculators would draft with uninitialized memory.
 
-    `base_model` is the target for other servers, a hub id or local folder. Without it, speculators loads no head; it
-    reads embedding and projection there, which must not be quantized by MLX. `depth` is the number of tokens that a
-    server should draft. Raises HeadError if there is neither an embedding nor a target.
+    `base_model` is the target for other servers, a hub id or local folder, not quantized by MLX. Without it,
+    speculators loads no head. `depth` is the number of tokens that a server should draft. Raises HeadError if there is
+    neither an embedding nor a target.
     """
     config = head.config
     _check_expressible(config)

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
-from eagle_mlx.heads.layers import LayerShape, PlainLayer
+from eagle_mlx.heads.layers import Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target
 
 
@@ -74,7 +74,7 @@ class DecoderLayer(PlainLayer):
 
     def __init__(self, config: Eagle3Config):
         size = config.hidden_size
-        super().__init__(config, 0, config.input_layernorm, 2 * size)
+        super().__init__(config, 0, config.input_layernorm, Attention(config, 2 * size))
         self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps) if config.hidden_norm else nn.Identity()
 

@@ -5,9 +5,8 @@ and `lm_head`. The fields of MTPConfig are under `eagle_mlx_mtp` in config.json.
 
 mlx-vlm's `qwen3_5_mtp` is the MTP layer of a Qwen3.5 or Qwen3-Next in a folder of its own, often quantized. The tensors
 have the published names without `mtp.`, mlx-lm's experts, and norms that multiply by their weights. The model's config
-is under `text_config`; `block_size` only says how many tokens to draft. `fc` reads the embedding first, the target's
-hidden state enters after its final norm, and the next step reads the output after the head's norm. Source: mlx-vlm
-0.7.10, `speculative/drafters/mtp_split.py` and `qwen3_5_mtp` (tests/golden/make_split.py).
+is under `text_config`. `fc` reads the embedding first, then the target's hidden state after its final norm; the next
+step reads the output after the head's norm. Source: mlx-vlm 0.7.10 (tests/golden/make_split.py).
 """
 
 from __future__ import annotations
@@ -92,9 +91,8 @@ def save_speculators_mtp(
 ) -> None:
     """Write a head for speculators (`Format.save`). `base_model` and `depth` are as in `save_speculators`.
 
-    Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit (a float32
-    head may lose the last digit). The layout has no field for which hidden state is read, so it is stored under
-    `eagle_mlx`.
+    Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit. The layout
+    has no field for which hidden state is read, so it is stored under `eagle_mlx`.
     """
     config, dtype = head.config, options.get("dtype", mx.bfloat16)
     _check_expressible(config)

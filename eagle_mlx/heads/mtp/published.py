@@ -74,10 +74,9 @@ def published_with_mtp(config: Mapping[str, Any]) -> bool:
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
-    """Build the head from an original model's folder; return it with notes on the decisions made.
+    """Build the head from an original model's folder, of which only the files with MTP layer `index` are needed.
 
-    Only the files with the MTP layer are needed. `index` selects one of several MTP layers. Raises CheckpointError if
-    there is none, or if the architecture is unknown.
+    Returns it with notes on the decisions made. Raises CheckpointError if there is no layer or no known architecture.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -95,8 +94,7 @@ def mtp_of_tensors(
 ) -> tuple[MTPConfig, dict[str, mx.array], list[str]]:
     """Return a head's config, weights and notes from a published model's config.json and tensors.
 
-    Tensors of other layers are ignored. Raises ConfigError if the architecture is unknown, CheckpointError if there is
-    no MTP layer.
+    Raises ConfigError if the architecture is unknown, CheckpointError if there is no MTP layer.
     """
     file, layer = _layer_of(config)
     of_deepseek = file in ("deepseek_v3", "glm4_moe")
@@ -289,8 +287,7 @@ def with_ones(inner: dict[str, mx.array]) -> dict[str, mx.array]:
 def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
     """Convert zero-centered norms to plain ones; return notes on each group of norms.
 
-    Published Qwen norms are zero-centered, but some copies have one added to some of them. The mean of each group
-    decides: the layer's norms, and those around it.
+    Published Qwen norms are zero-centered, but some copies have one added to a group. The mean of each group decides.
     """
     notes: list[str] = []
     groups = zip(("the layer's", "the head's own"), norms_of(inner), strict=True) if file in ZERO_CENTRED else ()
