@@ -20,8 +20,6 @@ _FILES = ("adapter_config.json", "adapters.safetensors")  # the files in a folde
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA adapters of a target."""
-
     name: str  # of their folder, without the path
     digest: str  # a hexadecimal hash of their files, the same on every machine
 

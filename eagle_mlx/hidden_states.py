@@ -133,7 +133,6 @@ def _in_blocks(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.floa
 
 
 def _joined(parts: NDArray[Any], hidden_size: int) -> NDArray[Any]:
-    """Reshape [T, n * blocks(H), BLOCK] to [T, n * H], without the padding."""
     rows, layers = len(parts), parts.shape[1] // blocks(hidden_size)
     padded = parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)
     return padded[..., :hidden_size].reshape(rows, layers * hidden_size)

@@ -256,7 +256,6 @@ class ReplacesAttention(Hook):
 
 
 def _attending(kind: type) -> dict[str, FunctionType]:
-    """Return a class's methods that call attention."""
     attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     methods = {name: value for name, value in attributes.items() if isinstance(value, FunctionType)}
     return {name: x for name, x in methods.items() if _ATTENTION in x.__code__.co_names and _ATTENTION in x.__globals__}

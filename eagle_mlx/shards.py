@@ -48,8 +48,6 @@ class ShardMeta:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One entry of the manifest."""
-
     name: str
     sha256: str
     size: int  # in bytes
@@ -241,7 +239,6 @@ class ShardReader:
             self._check(shard)
 
     def _check(self, shard: int) -> NDArray[np.int64]:
-        """Return where a shard's samples start, after a check of its file."""
         if shard not in self._starts:
             entry = self.files[shard]
             path = self.folder / entry.name

@@ -304,7 +304,6 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
 
 
 def _floating(dtype: object) -> mx.Dtype:
-    """Return MLX's floating-point type of this name. Raises TargetError for others."""
     name = str(dtype).rpartition(".")[2]
     if name not in _DTYPES:
         raise TargetError(f"a target cannot be loaded in dtype {dtype!r}; write one of {', '.join(_DTYPES)}")
@@ -317,7 +316,6 @@ def compute_dtype() -> mx.Dtype | None:
 
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:
-    """Return the module at the first path that exists."""
     nodes = (reduce(lambda node, name: getattr(node, name, None), path.split("."), root) for path in paths)
     return next((node for node in nodes if node is not None), None)
 

@@ -245,14 +245,12 @@ class KnownHead:
         return f"{self.head}, {title} for {self.target}, license {self.license}, size {self.size}"
 
     def found(self, about: str) -> FoundHead:
-        """Return the head as a result of a search."""
         is_here, mode = hub.cached(self.head) is not None, KINDS[self.kind].mode
         return FoundHead(self.head, about, is_here, mode, only_by_name=self.license not in PERMITTING)
 
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
-    """Return the table of published heads, in its order."""
     table = yaml.safe_load(hub.KNOWN_HEADS.read_text(encoding="utf-8"))
     heads = []
     for target, rows in table["heads"].items():

@@ -64,7 +64,6 @@ def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOption
 
 
 def load_eagle(files: HeadFolder) -> EagleHead:
-    """Make a head of its files (`Format.load`)."""
     written, tensors = files.config, files.without_copy()
     fields.warn_of_unknown(files.file, written)
     fields.refuse(files.file, {**written, "tie_word_embeddings": False})  # there is no output projection to tie

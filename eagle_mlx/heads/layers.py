@@ -157,7 +157,6 @@ class PlainLayer(nn.Module):
         return self.input_layernorm(x), x
 
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
-        """Add the attention's output to the residual, and apply the MLP."""
         h = residual + attended
         return h + self.mlp(self.post_attention_layernorm(h))
 

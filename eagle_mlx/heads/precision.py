@@ -78,7 +78,6 @@ def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
 
 
 def described(head: DraftHead) -> str:
-    """Return a head's precision in words."""
     if (quantization := quantization_of(head)) is not None:
         return f"{quantization['bits']}-bit weights in groups of {quantization['group_size']}"
     weights = weights_of(head).values()

@@ -53,7 +53,6 @@ _OF_SPECULATORS = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sli
 
 
 def load_zlab(files: HeadFolder) -> BlockHead:
-    """Make a DFlash or DFlash2 head of its files (`Format.load`)."""
     is_second = of_class(files.config, ZLAB_2)
     own = _SELECTOR if is_second else ()
     written = fields.flat_config(files.file, files.config, (*_OF_ZLAB, *own))
@@ -89,7 +88,6 @@ def load_deepspec(files: HeadFolder) -> DSparkHead:
 
 
 def load_specforge(files: HeadFolder) -> DSparkHead:
-    """Make a DSpark head of SpecForge's or LiquidAI's files."""
     written = fields.flat_config(files.file, files.config, (*_OF_DSPARK, "projector_type"))
     if (projector := written.get("projector_type", "dspark")) != "dspark":
         raise CheckpointError(f"{files.file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
@@ -112,7 +110,6 @@ def _with_causality(config: Mapping[str, Any], target_layers: int | None) -> dic
 
 
 def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head in z-lab's layout (`Format.save`)."""
     config, second, weights = head.config, isinstance(head, DFlash2Head), weights_of(head)
     ends = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
     fields.check_block_expressible(
@@ -138,7 +135,6 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
 
 
 def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head in DeepSpec's layout."""
     config = head.config
     scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
     output = scaled if config.gemma else _PLAIN_OUTPUT
@@ -150,7 +146,6 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
 
 
 def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head in SpecForge's layout."""
     config = head.config
     fields.check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
     nested = {**_block_json(config), **fields.dspark_json(config), "projector_type": "dspark"}
@@ -185,7 +180,6 @@ def _causal_json(config: BlockConfig) -> dict[str, Any]:
 
 
 def load_speculators_block(files: HeadFolder) -> BlockHead:
-    """Make a DFlash or DSpark head of its files (`Format.load`)."""
     written = fields.flat_config(files.file, files.config, _OF_SPECULATORS)
     layer = fields.flat_config(files.file, speculators_layer(files.file, written, "qwen3"), ())
     tensors, is_dspark = fields.block_tensors(files), written["speculators_model_type"] == "dspark"

@@ -54,13 +54,11 @@ _FIELDS = (
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write an EAGLE-3 or P-EAGLE head (`Format.save`)."""
     tensors = {outer_name(name): value for name, value in weights_of(head).items()}
     save_head(folder, _portable_json(head.config), tensors | vocabulary_tensors(head), **options)
 
 
 def load_eagle3(files: HeadFolder) -> Eagle3Head:
-    """Make an EAGLE-3 or P-EAGLE head of its files (`Format.load`)."""
     config, tensors = dict(files.config), inner_tensors(files.folder, files.tensors)
     mask = take_mask_token(files.file, config) if holds_peagle(files.config, files.tensors) else None
     if mask is not None:
@@ -257,7 +255,6 @@ def take_mask_token(file: Path, config: dict[str, Any]) -> int:
 
 
 def load_speculators(files: HeadFolder) -> Eagle3Head:
-    """Make an EAGLE-3 or P-EAGLE head of its files (`Format.load`)."""
     config, kind = dict(files.config), files.config.get("speculators_model_type")
     if kind not in ("eagle3", "peagle"):
         raise CheckpointError(f"{files.file} has speculators_model_type {kind}; it must be eagle3")

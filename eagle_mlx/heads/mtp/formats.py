@@ -38,7 +38,6 @@ _NAMES = {ours: theirs for theirs, ours in QWEN.items()}
 
 
 def save_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head in this project's layout (`Format.save`)."""
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": head.config.model_type,
@@ -51,7 +50,6 @@ def save_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) 
 
 
 def load_mtp(files: HeadFolder) -> MTPHead:
-    """Make a head of this project's files (`Format.load`)."""
     values = files.config.get(FIELD)
     if not isinstance(values, dict):
         raise CheckpointError(f"{files.file} has no {FIELD}, so it is not an MTP head of this project")
@@ -63,7 +61,6 @@ def load_mtp(files: HeadFolder) -> MTPHead:
 
 
 def load_speculators_mtp(files: HeadFolder) -> MTPHead:
-    """Make a head of speculators' files (`Format.load`)."""
     with fields.reading(files.file):
         config, tensors = published.mtp_of_speculators(files.config, files.tensors)
     return build(files.folder, MTPHead, config, tensors)
@@ -173,7 +170,6 @@ def _in_file(name: str) -> str:
 
 
 def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head in this layout (`Format.save`)."""
     config = head.config
     kind = config.model_type
     fields.check(kind in ZERO_CENTRED, f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {kind}")

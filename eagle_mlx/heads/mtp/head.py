@@ -83,7 +83,6 @@ def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _usable(model_type: str) -> Iterator[None]:
-    """Convert mlx-lm's errors about a config to ConfigError."""
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ArithmeticError, IndexError) as e:

@@ -130,7 +130,6 @@ def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
 
 
 def _count(layer: Mapping[str, Any]) -> Any:
-    """Return the number of MTP layers in a config, if any."""
     return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
 
 
@@ -337,12 +336,10 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
 
 
 def _published_name(name: str) -> str:
-    """Return the published name of a tensor in a conversion."""
     return name.removeprefix("language_model.")
 
 
 def _sidecar(folder: Path) -> dict[str, mx.array]:
-    """Return the tensors of `mtp.safetensors`; empty if there is no such file."""
     file = folder / SIDECAR
     return read_safetensors(file) if file.exists() else {}
 
