@@ -304,8 +304,7 @@ class Projections:
     """The outputs of a layer's linear projections in one call, so that a second call need not read their weights."""
 
     def __init__(self) -> None:
-        self._outputs: dict[int, list[mx.array]] = {}
-        """By the id of the projection, in the order of its calls."""
+        self._outputs: dict[int, list[mx.array]] = {}  # by the id of the projection, in the order of its calls
 
     def recording(self) -> AbstractContextManager[None]:
         """Record the projections' outputs within the block."""

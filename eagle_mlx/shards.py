@@ -145,9 +145,10 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
     states = [example.states for example in examples if example.states is not None]
     for name, parts in (("aux", [part.features for part in states]), ("last", [part.last for part in states])):
         if meta.bits == 8:
-            parts, scales = zip(*(quantize(part, meta.hidden_size) for part in parts), strict=True)
-            tensors[f"{name}_scales"] = np.concatenate(scales)
-        tensors[name] = np.concatenate(parts)
+            pairs = [quantize(part, meta.hidden_size) for part in parts]
+            tensors[name], tensors[f"{name}_scales"] = map(np.concatenate, zip(*pairs, strict=True))
+        else:
+            tensors[name] = np.concatenate(parts)
     return safetensors.numpy.save(tensors)
 
 

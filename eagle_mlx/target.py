@@ -62,10 +62,8 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.adapter: adapters.Adapter | None = None
-        """The adapters that it was loaded with."""
-        self.whole_digest: str | None = None
-        """The whole target's fingerprint, if this process has only a part of it."""
+        self.adapter: adapters.Adapter | None = None  # the adapters that it was loaded with
+        self.whole_digest: str | None = None  # the whole target's fingerprint, if this process has only a part of it
         self.on_lost: Callable[[str], None] | None = None
         """Called from another thread with the reason if other ranks are lost; never called without ranks."""
         self._backbone = backbone = _backbone(model)

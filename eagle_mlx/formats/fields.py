@@ -242,7 +242,8 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         sliding = [bool(config.get("use_sliding_window"))] * layers
     if not any(sliding):
         return ()
-    check(window, "a layer has sliding attention but sliding_window is not given")
+    if not window:
+        raise ConfigError("a layer has sliding attention but sliding_window is not given")
     return tuple(int(window) if slides else None for slides in sliding)
 
 

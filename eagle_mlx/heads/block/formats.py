@@ -184,7 +184,9 @@ def load_speculators_block(files: HeadFolder) -> BlockHead:
     layer = fields.flat_config(files.file, speculators_layer(files.file, written, "qwen3"), ())
     tensors, is_dspark = fields.block_tensors(files), written["speculators_model_type"] == "dspark"
     with reading(files.file):
-        own = {name: written[name] for name in ("block_size", "mask_token_id", "quantization") if name in written}
+        own: dict[str, Any] = {
+            name: written[name] for name in ("block_size", "mask_token_id", "quantization") if name in written
+        }
         own["target_layer_ids"] = [k - 1 for k in written.get(_IDS, ())]
         shared = fields.shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **own}, files.target_layers)
         width, size = written.get("target_hidden_size"), shared["hidden_size"]

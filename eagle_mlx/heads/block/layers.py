@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
-from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape
 
 WindowStart = Literal["slot", "anchor"]
 """Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
@@ -155,17 +155,21 @@ class ContextAttention(Attention):
         return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask))
 
 
-class BlockLayer(PlainLayer):
+class BlockLayer(nn.Module):
     """A Qwen3 decoder layer whose attention also reads the context."""
 
     def __init__(self, config: BlockConfig):
-        super().__init__(config, 0, attention=ContextAttention(config))
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = ContextAttention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
-    def __call__(  # type: ignore[override]
-        self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array
-    ) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
-        return self.finish(x, self.self_attn.slots(self.input_layernorm(x), mask, past, offset))
+        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
+        return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class GemmaAttention(ContextAttention):
