@@ -191,7 +191,7 @@ def test_a_model_stays_hooked_while_threads_build_and_drop_targets_of_it() -> No
     plain = attributes_of(model)
 
     def build_and_drop() -> bool:
-        targets = (em.Target(model) for _ in range(50))
+        targets = (em.Target(model) for _ in range(12))
         return all(isinstance(target.model.model.norm, Hook) for target in targets)
 
     with ThreadPoolExecutor(4) as pool:
