@@ -54,6 +54,8 @@ architectures model_type auto_map dtype torch_dtype transformers_version use_cac
 embed_requires_grad initializer_range attention_dropout pretraining_tp bos_token_id eos_token_id pad_token_id
 max_window_layers output_attentions return_dict output_hidden_states chunk_size_feed_forward id2label label2id
 problem_type is_encoder_decoder is_decoder cache_implementation
+num_anchors confidence_head_alpha attention_mode loss_decay_gamma ce_loss_alpha l1_loss_alpha selector_loss_weight
+attn_implementation block_size_policy dflash_initial_block_size runtime_block_size
 """
 """Fields that are read; then those that transformers and trainers write, and that do not affect drafts."""
 _KNOWN = frozenset((*_OTHERS.split(), *_FLAGS, *_OBJECTS, *_REFUSED))

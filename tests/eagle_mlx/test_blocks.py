@@ -110,7 +110,7 @@ def test_rejection_rows_get_the_distribution_of_each_slot(name: str) -> None:
     assert np.allclose(q[0, 1], q[1, 1], atol=1e-5) == (not head.is_sequential)  # by the token before
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", in_turn(BLOCKS))
 def test_sampled_requests_without_a_seed_are_drafted_for(name: str) -> None:
     """A draft that cannot be read would end drafting, and no text would show it."""
     engine = em.Engine(TARGET, em.HeadProposer(BLOCKS[name](TARGET)), policy=em.FixedPolicy(4), max_batch=3)

@@ -58,9 +58,13 @@ def test_hidden_states_that_say_nothing_to_the_head(target: Target, monkeypatch:
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(("flag", "message"), [("fc_norm", "another norm flag"), ("norm_output", "good at depth 1")])
-def test_a_norm_flag_read_wrongly(target: Target, flag: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_check, "TOKENS", in_full(head_check.TOKENS, 40))
+@pytest.mark.parametrize(
+    ("flag", "message", "tokens"), [("fc_norm", "another norm flag", 32), ("norm_output", "good at depth 1", 64)]
+)
+def test_a_norm_flag_read_wrongly(
+    target: Target, flag: str, message: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_check, "TOKENS", in_full(head_check.TOKENS, tokens))
     assert message in str(head_warning(shipped(**{flag: False}), target))
 
 

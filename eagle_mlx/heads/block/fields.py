@@ -22,12 +22,6 @@ _CONTEXT = ("target_layer_ids", "num_target_layers", "rope_is_neox_style", "is_n
 SHARED = ("block_size", "mask_token_id", *_CONTEXT)  # fields of every block drafter
 _CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 DSPARK = ("markov_rank", "markov_head_type", *_CONFIDENCE)
-TRAINING = (
-    *("num_anchors", "confidence_head_alpha", "attention_mode", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha"),
-    *("selector_loss_weight", "attn_implementation"),
-    *("block_size_policy", "dflash_initial_block_size", "runtime_block_size"),
-)
-"""Fields that trainers and servers write, without effect on drafts."""
 _GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 _UNIMPLEMENTED = (
     *("attention_sink_bias", "use_swa", "swa_window_size", "causal", "dflash_query_causal", "dspark_bonus_anchor"),

@@ -31,7 +31,7 @@ from eagle_mlx.formats.fields import (
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, save_head, weights_of
 from eagle_mlx.heads.base import Format, build, of_class, of_speculators, vocabulary_tensors
 from eagle_mlx.heads.block import fields
-from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, TRAINING, all_or_none, causal_by_type
+from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, all_or_none, causal_by_type
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.block.layers import BlockConfig
 
@@ -40,8 +40,8 @@ DEEPSPEC, GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-_OF_ZLAB = (*SHARED, *TRAINING, "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_OF_DSPARK = (*SHARED, *DSPARK, *TRAINING, "target_model_type", "target_text_model_type")
+_OF_ZLAB = (*SHARED, "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_OF_DSPARK = (*SHARED, *DSPARK, "target_model_type", "target_text_model_type")
 _OF_GEMMA = (
     *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping"),
     *("num_kv_shared_layers", "use_bidirectional_attention", "vocab_size_per_layer_input"),
@@ -49,7 +49,7 @@ _OF_GEMMA = (
 _PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None}
 
 _IDS = "aux_hidden_state_layer_ids"
-_OF_SPECULATORS = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
+_OF_SPECULATORS = (*DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
 
 
 def load_zlab(files: HeadFolder) -> BlockHead:
