@@ -20,6 +20,7 @@ from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import weight_files, why_damaged
 from eagle_mlx.target import arrays_of, compute_dtype
 
+Tensors = dict[str, mx.array]  # by their names
 EXACT = ("e_score_correction_bias",)
 """Suffixes of weights that keep their dtype: they route to experts, and rounding would change the choice."""
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
@@ -36,7 +37,7 @@ class HeadFolder:
 
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, mx.array]  # without the prefix `model.`
+    tensors: Tensors  # without the prefix `model.`
     target_layers: int | None = None
     """The target's number of layers if known: it determines the aux layers if the config does not name them."""
     prefixed: bool = False  # whether some names have that prefix
@@ -45,7 +46,7 @@ class HeadFolder:
     def read(cls, folder: Path, target_layers: int | None = None) -> HeadFolder:
         """Read a folder; tensors are loaded lazily. Raises CheckpointError as `read_config` and `read_tensors` do."""
         config, named = read_config(folder), read_tensors(folder)
-        tensors: dict[str, mx.array] = {}
+        tensors: Tensors = {}
         for name, value in named.items():
             short = name.removeprefix("model.")
             if short in tensors:
@@ -57,7 +58,7 @@ class HeadFolder:
     def file(self) -> Path:
         return self.folder / "config.json"
 
-    def without_copy(self) -> dict[str, mx.array]:
+    def without_copy(self) -> Tensors:
         """Return the tensors without an embedding that was copied from the target."""
         is_copy = (self.config.get("eagle_mlx") or {}).get(COPY)
         return {name: x for name, x in self.tensors.items() if not (is_copy and name == "embed_tokens.weight")}
@@ -96,7 +97,7 @@ def save_head(
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
+def with_embedding(head: Any) -> tuple[Tensors, dict[str, bool]]:
     """Return a head's weights with an embedding (its own, else its target's) and a note for the config.
 
     Raises HeadError if it has neither.
@@ -107,12 +108,12 @@ def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
     return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
 
 
-def weights_of(module: nn.Module) -> dict[str, mx.array]:
+def weights_of(module: nn.Module) -> Tensors:
     """Return a module's parameters by full name."""
     return arrays_of(module.parameters())
 
 
-def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> Tensors:
     """Return weights in a dtype, except quantized ones and those that must be exact. The others are not copied."""
     changed = {
         name: x.astype(dtype)
@@ -130,7 +131,7 @@ def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
         os.fsync(out.fileno())
 
 
-def read_tensors(folder: Path) -> dict[str, mx.array]:
+def read_tensors(folder: Path) -> Tensors:
     """Return all tensors of a folder's safetensors files, or of its PyTorch files if it has no others.
 
     Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name. As in
@@ -143,7 +144,7 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
             raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; download it again")
     if not files:
         raise CheckpointError(f"{folder} has no weights: neither .safetensors files nor pytorch_model.bin")
-    tensors: dict[str, mx.array] = {}
+    tensors: Tensors = {}
     for file in files:
         loaded = read_torch(file) if file.suffix == ".bin" else read_safetensors(file)
         if twice := sorted(tensors.keys() & loaded.keys()):
@@ -176,11 +177,11 @@ def read_index(file: Path) -> dict[str, str]:
         raise CheckpointError(f"{file} is not an index of a model's weights; download it again") from e
 
 
-def read_safetensors(file: Path) -> dict[str, mx.array]:
+def read_safetensors(file: Path) -> Tensors:
     """Return the tensors of a file, loaded lazily. Raises CheckpointError if the file is damaged."""
     check_length(file)
     try:
-        return cast("dict[str, mx.array]", mx.load(str(file)))
+        return cast("Tensors", mx.load(str(file)))
     except (RuntimeError, ValueError) as e:
         raise CheckpointError(f"{file} cannot be read as safetensors ({e}); download or make it again") from e
 

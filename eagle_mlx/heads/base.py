@@ -15,7 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats.fields import reading
-from eagle_mlx.formats.tensors import HeadFolder, fill
+from eagle_mlx.formats.tensors import HeadFolder, Tensors, fill
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
@@ -127,7 +127,7 @@ class Format:
     name: str  # name for `eagle-convert --to`
     about: str  # how the head is written, for a model card
     readers: tuple[str, ...]  # the other projects that read the layout
-    holds: Callable[[Mapping[str, Any], Mapping[str, mx.array]], bool]
+    holds: Callable[[Mapping[str, Any], Tensors], bool]
     """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[HeadFolder], Any]
     """Makes a head of its files. Raises CheckpointError if a tensor is missing, unknown or of the wrong shape, or if a
@@ -174,7 +174,7 @@ def build(
     folder: Path,
     head_class: type[H],
     config: Any,
-    tensors: dict[str, mx.array],
+    tensors: Tensors,
     in_file: Callable[[str], str] = lambda name: name,
 ) -> H:
     """Return the head for a config and its tensors, with layers quantized that have scales.
@@ -191,9 +191,7 @@ def build(
     return head
 
 
-def take_draft_vocabulary(
-    where: Path, tensors: dict[str, mx.array], vocab_size: int, draft_vocab_size: int
-) -> mx.array | None:
+def take_draft_vocabulary(where: Path, tensors: Tensors, vocab_size: int, draft_vocab_size: int) -> mx.array | None:
     """Remove d2t and t2d from the tensors; return d2t, int32 [Vd], or None if the vocabularies are equal.
 
     Raises CheckpointError if the maps are missing, damaged or inconsistent.
@@ -219,7 +217,7 @@ def take_draft_vocabulary(
     return None if d2t is None or draft_vocab_size == vocab_size else d2t.astype(mx.int32)
 
 
-def vocabulary_tensors(head: DraftHead) -> dict[str, mx.array]:
+def vocabulary_tensors(head: DraftHead) -> Tensors:
     """Return d2t, int64 [Vd], and t2d, bool [V]; empty if the head drafts the whole vocabulary."""
     if head.token_ids is None:
         return {}

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.fields import check
-from eagle_mlx.formats.tensors import HeadFolder
+from eagle_mlx.formats.tensors import HeadFolder, Tensors
 from eagle_mlx.heads.base import check_expressible
 from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockConfig
 from eagle_mlx.heads.layers import layer_json
@@ -98,7 +96,7 @@ def default_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
 
 
-def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, Any]:
+def dspark_fields(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     """Return the fields of the Markov head and of the confidence head. Missing ones follow from the tensors."""
     w1, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
     rank = int(config.get("markov_rank", 0 if w1 is None else w1.shape[-1]))
@@ -114,7 +112,7 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
     }
 
 
-def block_tensors(files: HeadFolder) -> dict[str, mx.array]:
+def block_tensors(files: HeadFolder) -> Tensors:
     """Return the tensors, without copies of the target's. Raises CheckpointError for a separate mask embedding."""
     if (files.folder / "mask_embedding.pt").exists():
         raise CheckpointError(f"{files.folder} has a mask_embedding.pt; a separate mask embedding is not supported")
@@ -161,7 +159,7 @@ def dspark_json(config: BlockConfig) -> dict[str, Any]:
     }
 
 
-def own_ends(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
+def own_ends(tensors: Tensors) -> dict[str, Any]:
     """Return whether the files hold an embedding and an output projection."""
     return {"own_embedding": "embed_tokens.weight" in tensors, "own_lm_head": "lm_head.weight" in tensors}
 

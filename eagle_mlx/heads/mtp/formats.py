@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import fields
-from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, in_file_type, save_head, weights_of
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, in_file_type, save_head, weights_of
 from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators
 from eagle_mlx.heads.mtp import published
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
@@ -124,10 +124,10 @@ def _less_one(norm: mx.array) -> mx.array:
     return less.astype(norm.dtype) if bool(mx.array_equal(less.astype(norm.dtype), less)) else less
 
 
-def _outer(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _outer(tensors: Tensors) -> Tensors:
     """Rename a head's weights for this layout, with experts as in transformers."""
     names = {mine: theirs for theirs, mine in MIMO.items()}
-    made: dict[str, mx.array] = {}
+    made: Tensors = {}
     for name, value in tensors.items():
         module, _, last = name.rpartition(".")
         if module in names:

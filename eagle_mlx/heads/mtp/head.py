@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import Quantization, check, check_quantization
+from eagle_mlx.formats.tensors import Tensors
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 
@@ -108,7 +109,7 @@ def decoder_block(config: MTPConfig) -> nn.Module:
     return block
 
 
-def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Tensors) -> Tensors:
     """Convert a layer's published tensors to the names and shapes of mlx-lm's layer. Unknown names are kept.
 
     8-bit floats, latent projections and experts are converted too, by `sanitize` of mlx-lm's model with one layer.

@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
 from eagle_mlx.formats.fields import NOTED, Quantization, check, read_config, read_quantization, reading
-from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
+from eagle_mlx.formats.tensors import INDEX, Tensors, check_floating, read_index, read_safetensors, read_tensors
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 
@@ -50,7 +50,7 @@ _PREFIXES = ("", "mtp.", "language_model.mtp.")
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # layers that mlx-lm quantizes in 8 bits whatever the others have
 
 
-def is_source(tensors: Mapping[str, mx.array]) -> bool:
+def is_source(tensors: Tensors) -> bool:
     """Return whether these tensors are from a model published with MTP layers."""
     pattern = r"^mtp\.|(^|\.)mtp_layers\.\d|(^|\.)layers\.\d+\.eh_proj\."
     return any(re.search(pattern, _published_name(name)) for name in tensors)
@@ -90,8 +90,8 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
 
 
 def mtp_of_tensors(
-    config: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int = 0, target_norm: bool = True
-) -> tuple[MTPConfig, dict[str, mx.array], list[str]]:
+    config: Mapping[str, Any], tensors: Tensors, index: int = 0, target_norm: bool = True
+) -> tuple[MTPConfig, Tensors, list[str]]:
     """Return a head's config, weights and notes from a published model's config.json and tensors.
 
     Raises ConfigError if the architecture is unknown, CheckpointError if there is no MTP layer.
@@ -133,9 +133,7 @@ def _count(layer: Mapping[str, Any]) -> Any:
     return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
 
 
-def mtp_of_speculators(
-    config: Mapping[str, Any], tensors: Mapping[str, mx.array]
-) -> tuple[MTPConfig, dict[str, mx.array]]:
+def mtp_of_speculators(config: Mapping[str, Any], tensors: Tensors) -> tuple[MTPConfig, Tensors]:
     """Do the same for a speculators checkpoint, which uses the target's hidden states before the final norm.
 
     `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError and CheckpointError likewise.
@@ -158,7 +156,7 @@ def mtp_of_speculators(
     return made, inner
 
 
-def split_layer(layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[str, dict[str, mx.array]]:
+def split_layer(layer: Mapping[str, Any], tensors: Tensors) -> tuple[str, Tensors]:
     """Return mlx-lm's module and a head's weights for Qwen's MTP layer; names with `mtp.` have zero-centered norms."""
     file = _file_of(layer.get("model_type") or "qwen3_5")
     inner = _stacked(_of_qwen({name.removeprefix("mtp."): value for name, value in tensors.items()}, 0))
@@ -177,14 +175,14 @@ def _file_of(model_type: Any) -> str:
     return FILES[model_type]
 
 
-def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
+def _under(tensors: Tensors, prefix: str) -> Tensors:
     own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if not own:
         raise no_layer("the checkpoint", prefix)
     return own
 
 
-def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[str, mx.array]:
+def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     """Rename the parts around the layer to the head's names; all other tensors belong to the layer."""
     renamed = {}
     for name, value in tensors.items():
@@ -193,14 +191,14 @@ def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[
     return renamed
 
 
-def _of_qwen(tensors: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
+def _of_qwen(tensors: Tensors, index: int) -> Tensors:
     around = {name: value for name, value in tensors.items() if not name.startswith("layers.")}
     return _renamed({**_under(tensors, f"layers.{index}."), **around}, QWEN)
 
 
-def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _stacked(tensors: Tensors) -> Tensors:
     """Stack experts as in mlx-lm: one array for each projection."""
-    stacked: dict[str, mx.array] = {}
+    stacked: Tensors = {}
     experts: dict[tuple[str, str], dict[int, mx.array]] = {}
     for name, value in tensors.items():
         if single := _EXPERT.fullmatch(name):
@@ -220,9 +218,7 @@ def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return stacked
 
 
-def _without_copies(
-    inner: dict[str, mx.array], tensors: Mapping[str, mx.array]
-) -> tuple[dict[str, mx.array], list[str]]:
+def _without_copies(inner: Tensors, tensors: Tensors) -> tuple[Tensors, list[str]]:
     """Remove an embedding or output projection that is a copy of the model's; return notes on each."""
     notes = []
     for name, shared in zip(("embed_tokens.weight", "lm_head.weight"), SHARED, strict=True):
@@ -239,9 +235,7 @@ def _without_copies(
     return inner, notes
 
 
-def common_quantization(
-    config: Mapping[str, Any], tensors: Mapping[str, mx.array]
-) -> tuple[dict[str, mx.array], Quantization | None]:
+def common_quantization(config: Mapping[str, Any], tensors: Tensors) -> tuple[Tensors, Quantization | None]:
     """Return the tensors, and the quantization of all layers that have scales.
 
     Routers that are quantized differently become full precision. Raises ConfigError if other layers are not alike.
@@ -270,20 +264,20 @@ def _of_layer(written: Mapping[str, Any], name: str) -> Quantization | None:
     return read_quantization({"quantization": named[0] if named else common})
 
 
-def norms_of(inner: Mapping[str, mx.array]) -> tuple[list[str], list[str]]:
+def norms_of(inner: Tensors) -> tuple[list[str], list[str]]:
     """Return the names of the norms in the layer, and of those around it."""
     within = [name for name in inner if name.startswith("block.") and name.endswith(_WITHIN)]
     return within, [name for name in inner if name in _AROUND]
 
 
-def with_ones(inner: dict[str, mx.array]) -> dict[str, mx.array]:
+def with_ones(inner: Tensors) -> Tensors:
     """Convert zero-centered norms to plain ones, in the dtype of the head's projection."""
     dtype = inner["eh_proj.weight"].dtype if "eh_proj.weight" in inner else mx.float32
     within, around = norms_of(inner)
     return inner | {name: (inner[name].astype(mx.float32) + 1).astype(dtype) for name in within + around}
 
 
-def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
+def _plain_norms(file: str, inner: Tensors) -> tuple[Tensors, list[str]]:
     """Convert zero-centered norms to plain ones; return notes on each group of norms.
 
     Published Qwen norms are zero-centered, but some copies have one added to a group. The mean of each group decides.
@@ -312,7 +306,7 @@ def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> 
     return shards
 
 
-def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
+def _read_tensors(folder: Path, prefix: str) -> Tensors:
     """Read the tensors with a prefix, and shared tensors if available.
 
     Other files of the model may be missing. Raises CheckpointError if a file is missing or damaged.
@@ -339,7 +333,7 @@ def _published_name(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _sidecar(folder: Path) -> dict[str, mx.array]:
+def _sidecar(folder: Path) -> Tensors:
     file = folder / SIDECAR
     return read_safetensors(file) if file.exists() else {}
 
