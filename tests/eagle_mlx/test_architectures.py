@@ -129,7 +129,7 @@ def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
     test_text_is_mlx_lms_own(name)
 
 
-@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=6))
+@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=9))
 def test_the_models_that_read_trees_are_documented(name: str) -> None:
     assert (why_no_trees(target(name)) is None) == (name in WITH_TREES)
 

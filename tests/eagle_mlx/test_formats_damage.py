@@ -89,7 +89,7 @@ def test_no_field_can_be_so_wrong_that_it_is_not_an_error_of_ours(layout: str, f
     assert refused > in_full(30, 7)
 
 
-@settings(max_examples=some(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=some(90), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1), bit=st.integers(0, 7), layout=st.sampled_from(sorted(WRITERS)))
 def test_a_flipped_bit_in_the_header_is_refused_or_changes_nothing(
     at: float, bit: int, layout: str, folders: dict[str, Path], tmp_path: Path

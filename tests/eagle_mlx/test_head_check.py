@@ -118,7 +118,7 @@ def test_a_head_that_is_right_by_construction_passes() -> None:
     assert head_warning(head, tiny) is None
 
 
-@pytest.mark.parametrize("name", in_turn(ALL))
+@pytest.mark.parametrize("name", in_turn(ALL, of=3))
 def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These heads know nothing, but each of them works."""
     tokens = in_full(head_check.TOKENS, 16)

@@ -161,7 +161,7 @@ def test_other_bits_are_refused(bits: Any, tmp_path: Path) -> None:
 # On disk
 
 
-@pytest.mark.parametrize("kind", in_turn([*KINDS, "dflash", "dspark", "dspark, gated"]))
+@pytest.mark.parametrize("kind", in_turn([*KINDS, "dflash", "dspark", "dspark, gated"], of=3))
 def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> None:
     head: Any = ALL[kind](TARGET)
     quantize(head, 4, 32)

@@ -308,7 +308,7 @@ def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, b
         run()
         assert content(folder) == whole
         damaged(tmp_path)
-        moment += in_full(1, 3)
+        moment += in_full(1, 5)
     assert moment > 6
 
 

@@ -21,6 +21,7 @@ from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.target import Target, digest_of, load_target
 from tests.architectures import tiny_model
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import diagonal
 
 TOKENS = mx.array([[1, 5, 9, 2], [3, 3, 7, 8]])
 
@@ -212,8 +213,7 @@ def test_whatever_fails_while_a_target_loads_is_one_line(
         assert capsys.readouterr().err.splitlines()[-1] == f"error: {error.value}"
 
 
-@pytest.mark.parametrize("advice", [0, [0], [0, 5], 5, [5], None])
-@pytest.mark.parametrize("own", [0, [0], [3, 0], None])
+@pytest.mark.parametrize(("advice", "own"), diagonal([0, [0], [0, 5], 5, [5], None], [0, [0], [3, 0], None]))
 def test_the_first_token_may_end_a_text(own: Any, advice: Any, tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "target")
     change(folder / "config.json", eos_token_id=own)
