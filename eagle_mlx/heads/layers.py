@@ -141,13 +141,13 @@ class MLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A Llama decoder layer, with or without an input norm, and with another attention if one is given."""
+    """A Llama decoder layer, with or without an input norm."""
 
-    def __init__(self, config: LayerShape, index: int, normed: bool = True, attention: Attention | None = None):
+    def __init__(self, config: LayerShape, index: int, normed: bool = True):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.window = config.window_of(index)
-        self.self_attn = Attention(config, size) if attention is None else attention
+        self.self_attn = Attention(config, size)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(size, eps=eps) if normed else nn.Identity()
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
-from eagle_mlx.heads.layers import Attention, LayerShape, PlainLayer
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target
 
 
@@ -73,10 +73,15 @@ class DecoderLayer(PlainLayer):
     """The first layer; its attention reads the concatenation of embedding and feature."""
 
     def __init__(self, config: Eagle3Config):
-        size = config.hidden_size
-        super().__init__(config, 0, config.input_layernorm, Attention(config, 2 * size))
+        nn.Module.__init__(self)
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps) if config.hidden_norm else nn.Identity()
+        self.window = config.window_of(0)
+        self.self_attn = Attention(config, 2 * size)
+        self.mlp = MLP(config)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps) if config.hidden_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(size, eps=eps) if config.input_layernorm else nn.Identity()
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
     def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:  # type: ignore[override]
         """Embeddings and features [B, L, H] -> the attention's input [B, L, 2H] and the residual [B, L, H]."""
