@@ -1,4 +1,4 @@
-"""What all answers share: their parts, usage, timings, speculation metrics, and streaming."""
+"""Answers: a request's way from its admission to its last byte, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise, starmap
-from time import perf_counter
+from itertools import starmap
 from typing import Any, Literal
 
-from sse_starlette import ServerSentEvent
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
+from .encoding import Encoder
 from .errors import ApiError, Shape
-from .job import RequestEvent
+from .metrics import Measured, stats
 from .model import Loaded
-from .received import Received
+from .received import Received, client_of, models_of, unless_disconnected
 from .schema import SERVICE_TIER, ChoicesRequest, EventFormat
-from .service import Call
-from .worker import TIME
+from .service import Call, Service
+from .worker import TIME, RequestEvent
+
+DONE = b"data: [DONE]\n\n"
+PROGRESS_SECONDS = 1.0
+"""Interval between comments that say what a request waits for; event readers ignore them."""
+dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class Usage(Shape):
@@ -34,50 +41,6 @@ class Usage(Shape):
     total_tokens: int
     prompt_tokens_details: dict[Literal["cached_tokens"], int]
     completion_tokens_details: dict[Literal["reasoning_tokens"], int]
-
-
-class Timings(Shape):
-    """Timings under llama.cpp's names. The time to the first token includes the wait in the queue."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-    cut_off: Literal["time"] = "time"
-    """Set only if the request's time limit cut the answer off."""
-
-
-class SpeculationCounts(Shape):
-    """Counts of speculative decoding. A step is a target forward of one request with draft tokens."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: dict[str, int]
-    num_spec_steps: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-    num_draft_failures: int
-    """How often the proposer raised. After three times in a row, a request decodes plainly."""
-    lossless: bool
-    """False if `threshold` acceptance let drafts change the text."""
-
-
-class Metrics(Shape):
-    """Metrics under vLLM's names."""
-
-    speculative_decoding: SpeculationCounts
-
-
-class Measured(Shape):
-    """Timings and metrics, summed over all answers to a request."""
-
-    timings: Timings
-    metrics: Metrics
 
 
 class Completed(Measured):
@@ -92,6 +55,21 @@ class Completed(Measured):
     """Set only if the request names a tier."""
 
 
+def json_response(body: Any, status: int = 200) -> Response:
+    """Return plain values or a shape as JSON."""
+    plain = body.plain() if isinstance(body, Shape) else body
+    return Response(dumps(plain), status, media_type="application/json")
+
+
+def data_event(fields: dict[str, Any]) -> str:
+    return f"data: {dumps(fields)}\n\n"
+
+
+def named_event(fields: dict[str, Any]) -> str:
+    """Return a server-sent event named after its type."""
+    return f"event: {fields['type']}\n{data_event(fields)}"
+
+
 def failure(outputs: Sequence[Output]) -> ApiError | None:
     """Return the error of the first request that failed."""
     for output in outputs:
@@ -102,79 +80,15 @@ def failure(outputs: Sequence[Output]) -> ApiError | None:
     return None
 
 
-def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-    metrics = Metrics(speculative_decoding=_speculation(outputs))
-    return Measured(timings=_timings(call, outputs), metrics=metrics).plain()
-
-
-def _timings(call: Call, outputs: Sequence[Output]) -> Timings:
-    now = perf_counter()
-    first = call.first_token or now
-    cached = sum(o.cached_tokens for o in outputs)
-    read, tokens = sum(o.prompt_tokens for o in outputs) - cached, sum(len(o.tokens) for o in outputs)
-    prompt_s, predicted_s = first - call.arrived, now - first
-    timings = Timings(
-        cache_n=cached,
-        prompt_n=read,
-        prompt_ms=round(1000 * prompt_s, 3),
-        prompt_per_second=round(read / prompt_s, 3) if prompt_s > 0 else 0.0,
-        predicted_n=tokens,
-        predicted_ms=round(1000 * predicted_s, 3),
-        predicted_per_second=round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
-        draft_n=sum(o.drafted for o in outputs),
-        draft_n_accepted=sum(o.accepted for o in outputs),
-    )
-    if any(o.cut_off is not None for o in outputs):
-        timings.cut_off = "time"
-    return timings
-
-
-def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
-    steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
-    drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
-    histogram: Counter[int] = Counter()
-    for output in outputs:
-        at_least = [*output.drafted_by_position[:1], *output.accepted_by_position, 0]
-        histogram.update({length: this - more for length, (this, more) in enumerate(pairwise(at_least)) if this > more})
-    return SpeculationCounts(
-        mean_acceptance_length=round(1 + accepted / steps, 4) if steps else 1.0,
-        draft_acceptance_rate=round(accepted / drafted, 4) if drafted else 0.0,
-        acceptance_histogram={str(length): count for length, count in sorted(histogram.items())},
-        num_spec_steps=steps,
-        num_draft_tokens=drafted,
-        num_accepted_draft_tokens=accepted,
-        num_draft_failures=sum(o.draft_failures for o in outputs),
-        lossless=all(o.lossless for o in outputs),
-    )
-
-
-DONE = b"data: [DONE]\n\n"
-PROGRESS_SECONDS = 1.0
-"""Interval between comments that say what a request waits for; event readers ignore them."""
-dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-def named_event(fields: dict[str, Any]) -> str:
-    """Return a server-sent event named after its type."""
-    return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
-
-
-def one_by_one(event: RequestEvent) -> list[RequestEvent]:
-    """Split the event of a step into events of a token each. The last has the output, if there is one."""
-    last = max(0, len(event.tokens) - 1)
-    return [
-        RequestEvent(event.index, event.tokens[at:][:1], event.logprobs[at:][:1], event.output if at == last else None)
-        for at in range(last + 1)
-    ]
-
-
 class PendingAnswer(ABC):
     """A request from its admission until its answer can begin, which may wait for the model."""
 
-    stream_options: EventFormat | None = None
-
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, options: EventFormat | None = None):
         self.call = call
+        self.per_token = call.service.settings.stream_per_token
+        """Whether a stream has an event for each token, as the request or else the server says."""
+        if options is not None and options.per_token is not None:
+            self.per_token = options.per_token
 
     @abstractmethod
     async def prepare(self, received: Received[Any], loaded: Loaded) -> Answer:
@@ -186,23 +100,18 @@ class PendingAnswer(ABC):
 
     def fail(self, error: ApiError) -> bytes:
         """Return the end of a stream that fails, now or later."""
-        return f"data: {dumps(error.body)}\n\n".encode() + DONE
+        return data_event(error.body).encode() + DONE
 
 
 class Answer(ABC):
-    """The answer to engine requests, whole or as a stream."""
+    """The answer to engine requests."""
 
     def __init__(self, pending: PendingAnswer, requests: Sequence[RequestState]):
         self.pending, self.call, self.requests = pending, pending.call, requests
-        options = pending.stream_options
-        self.per_token = self.call.service.settings.stream_per_token
-        """Whether a stream has an event for each token, as the request or else the server says."""
-        if options is not None and options.per_token is not None:
-            self.per_token = options.per_token
 
     @abstractmethod
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the complete answer after all requests have ended."""
+        """Return the whole answer after all requests have ended."""
 
     @abstractmethod
     def open(self) -> str:
@@ -210,7 +119,7 @@ class Answer(ABC):
 
     @abstractmethod
     def write(self, event: RequestEvent) -> str:
-        """Return the events of a step of one request."""
+        """Return the events of a step of one request, or of a part of the step."""
 
     @abstractmethod
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
@@ -220,8 +129,13 @@ class Answer(ABC):
         """Return what follows all answers."""
         return b""
 
+    def pieces(self, event: RequestEvent) -> Sequence[slice]:
+        """Return the tokens of a step that are written at once."""
+        size = 1 if self.pending.per_token else max(1, len(event.tokens))
+        return [slice(start, start + size) for start in range(0, max(1, len(event.tokens)), size)]
+
     async def whole(self) -> dict[str, Any]:
-        """Return the complete answer. Raises ApiError if a request failed."""
+        """Wait for the whole answer. Raises ApiError if a request failed."""
         outputs: dict[int, Output] = {}
         while len(outputs) < len(self.requests):
             outputs |= {event.index: event.output for event in await self.call.events() if event.output is not None}
@@ -251,7 +165,7 @@ class Answer(ABC):
                     self.call.failed = True
                     yield text.encode() + self.pending.fail(error)
                     return
-                text += "".join(map(self.write, one_by_one(event) if self.per_token else [event]))
+                text += "".join(self.write(event.part(part)) for part in self.pieces(event))
                 if event.output is not None:
                     outputs[event.index] = event.output
                     is_last = len(outputs) == len(self.requests)
@@ -275,8 +189,8 @@ class PendingChoices(PendingAnswer):
     """The fields of a choice in a chunk without text."""
 
     def __init__(self, call: Call, body: ChoicesRequest):
-        super().__init__(call)
-        self.body, self.stream_options = body, body.stream_options
+        super().__init__(call, body.stream_options)
+        self.body = body
 
     def keep_alive(self) -> ServerSentEvent:
         choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
@@ -284,9 +198,9 @@ class PendingChoices(PendingAnswer):
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self.body.usage_wanted else {}
-        return self.whole(self.chunk_kind, choices, **usage | more)
+        return self.with_choices(self.chunk_kind, choices, **usage | more)
 
-    def whole(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def with_choices(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return a body or a chunk, with the fields that all of them have."""
         service = self.call.service
         named = {"id": f"{self.prefix}-{self.call.id}", "object": kind, "created": self.call.created}
@@ -300,57 +214,53 @@ class Choices(Answer):
 
     def __init__(self, pending: PendingChoices, requests: Sequence[RequestState]):
         super().__init__(pending, requests)
-        self.form = pending
-        self._written: Counter[int] = Counter()
+        self._form = pending
         self._drafted: Counter[int] = Counter()
         """Accepted draft tokens of each choice that no chunk has reported yet."""
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        """Return a complete choice."""
-
-    def thought_tokens(self, index: int, output: Output) -> int:
-        """Count the tokens of a complete choice's reasoning."""
-        return 0
-
-    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        choices = [self.choice(index, output) for index, output in enumerate(outputs)]
-        return self.form.whole(self.form.kind, choices, usage=self._usage(outputs), **stats(self.call, outputs))
-
-    def write(self, event: RequestEvent) -> str:
-        """Return the events of a step. If requested, accepted draft tokens and the target's own get separate chunks."""
-        if not self.form.body.drafts_wanted:
-            return self.extend(event)
-        start, text = self._written[event.index], ""
-        self._written[event.index] += len(event.tokens)
-        for part, drafted in draft_runs(self.requests[event.index].from_draft[start : self._written[event.index]]):
-            tokens = event.tokens[part]
-            self._drafted[event.index] += drafted * len(tokens)
-            output = event.output if part.stop == len(event.tokens) else None
-            text += self.extend(RequestEvent(event.index, tokens, event.logprobs[part], output))
-        return text
+        """Return a whole choice."""
 
     @abstractmethod
     def extend(self, event: RequestEvent) -> str:
         """Return the chunks of a step, or of a part of it."""
 
+    def thought_tokens(self, index: int, output: Output) -> int:
+        """Count the tokens of a whole choice's reasoning."""
+        return 0
+
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        choices = list(starmap(self.choice, enumerate(outputs)))
+        usage = self._usage(outputs)
+        return self._form.with_choices(self._form.kind, choices, usage=usage, **stats(self.call, outputs))
+
+    def pieces(self, event: RequestEvent) -> Sequence[slice]:
+        """Return the tokens of a step that are written at once: if requested, accepted draft tokens are separate."""
+        if self.pending.per_token or not self._form.body.drafts_wanted:
+            return super().pieces(event)
+        return [part for part, _ in draft_runs(event.from_draft)]
+
+    def write(self, event: RequestEvent) -> str:
+        self._drafted[event.index] += sum(event.from_draft)
+        return self.extend(event)
+
     def chunk(self, index: int, piece: dict[str, Any], logprobs: Any = None, finish: Any = None, **more: Any) -> str:
         """Return a chunk of a choice. piece: the choice's own field. more: further fields of the chunk."""
-        if self.form.body.drafts_wanted:
+        if self._form.body.drafts_wanted:
             more = {"draft_n_accepted": self._drafted.pop(index, 0), **more}
-        return self._chunk([{"index": index, **piece, "logprobs": logprobs, "finish_reason": finish}], **more)
+        choice = {"index": index, **piece, "logprobs": logprobs, "finish_reason": finish}
+        return data_event(self._form.chunk([choice], **more))
 
     def end_stream(self, outputs: Sequence[Output]) -> bytes:
-        if not self.form.body.usage_wanted:
+        if not self._form.body.usage_wanted:
             return DONE
-        return self._chunk([], usage=self._usage(outputs), **stats(self.call, outputs)).encode() + DONE
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {dumps(self.form.chunk(choices, **more))}\n\n"
+        last = self._form.chunk([], usage=self._usage(outputs), **stats(self.call, outputs))
+        return data_event(last).encode() + DONE
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count tokens. If a prompt has several answers, its tokens count once."""
-        firsts = outputs[:: self.form.body.answers]
+        firsts = outputs[:: self._form.body.answers]
         prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
         return {
             "prompt_tokens": prompt,
@@ -359,3 +269,80 @@ class Choices(Answer):
             "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
             "completion_tokens_details": {"reasoning_tokens": sum(starmap(self.thought_tokens, enumerate(outputs)))},
         }
+
+
+class EventStream(EventSourceResponse):
+    """A stream of a call's events. Closes the call when the stream ends, even if it never began."""
+
+    def __init__(self, call: Call, events: AsyncIterator[bytes], keep_alive: Callable[[], ServerSentEvent]):
+        seconds = call.service.settings.limits.keep_alive_seconds
+        super().__init__(events, sep="\n", ping=seconds, ping_message_factory=keep_alive)
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.close()
+
+
+async def respond(
+    received: Received[Any], service: Service, make: Callable[[Call], PendingAnswer], slots: int = 1
+) -> Response:
+    """Serve a request that needs `slots` slots of a model, as one body or as a stream.
+
+    A stream begins with its answer, or after `keep_alive_seconds` if the answer takes longer, for example while the
+    model loads.
+    """
+    request = received.http
+    call = service.admit(slots, client_of(request))
+    streaming = False
+    try:
+        pending = make(call)
+        call.beginning = beginning = asyncio.ensure_future(_begin(received, pending))
+        if received.body.stream:
+            await unless_disconnected(
+                request, asyncio.wait({beginning}, timeout=service.settings.limits.keep_alive_seconds)
+            )
+            events = beginning.result().stream() if beginning.done() else _later(pending, beginning)
+            streaming = True
+            return EventStream(call, events, pending.keep_alive)
+        answer = await unless_disconnected(request, beginning)
+        return json_response(await unless_disconnected(request, answer.whole()))
+    finally:
+        if not streaming:
+            call.close()
+
+
+async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encoder], Shape]) -> Response:
+    """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
+    models = models_of(received.http)
+    service = models.named(received.body.model)
+
+    async def answer() -> Response:
+        loaded = await models.loaded(service)
+        return await received.in_thread(loaded, lambda encode: json_response(work(loaded, encode)))
+
+    call = service.admit(1, client_of(received.http))
+    try:
+        return await unless_disconnected(received.http, answer())
+    finally:
+        service.release(call)
+
+
+async def _begin(received: Received[Any], pending: PendingAnswer) -> Answer:
+    call = pending.call
+    answer = await pending.prepare(received, await models_of(received.http).loaded(call.service))
+    call.submit(answer.requests, received.body.answer_seconds)
+    return answer
+
+
+async def _later(pending: PendingAnswer, beginning: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+    yield pending.keep_alive().encode()
+    try:
+        answer = await beginning
+    except ApiError as e:
+        yield pending.fail(e)
+        return
+    async for event in answer.stream():
+        yield event

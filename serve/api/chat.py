@@ -14,15 +14,14 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls
-from .answer import Choices, Completed, PendingChoices
+from .answer import Choices, Completed, PendingChoices, respond
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import respond
-from .job import RequestEvent
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded, check_context, sampling
 from .received import Owner, Received, receive_choices
 from .schema import ChatMessage, ChatRequest, refuse_last_media
+from .worker import RequestEvent
 
 router = APIRouter()
 
@@ -84,8 +83,8 @@ def encode_chat(
     starts_in_reasoning, continued = loaded.chat.starts_in_reasoning(prompt, chat), chat.continued is not None
     if continued and not starts_in_reasoning and (offer.forced or body.has_schema):
         last = f"messages[{len(body.messages) - 1}]"
-        said = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
-        raise ApiError(400, f"{last}: {said}", last)
+        reason = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
+        raise ApiError(400, f"{last}: {reason}", last)
     grammar = loaded.grammars.grammar(body.answer_format, offer, starts_in_reasoning, owner[1])
     # Whether a grammar enforces calls. With a schema for the answer, only the end tells that there is a call.
     enforced = grammar is not None and bool(offer.forced or not body.has_schema)
@@ -99,7 +98,7 @@ def encode_chat(
     only_call = (lambda: FirstCall(reader())) if is_single else None
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-    requests = [loaded.engine.prepare(prompt, each, shared, *owner, at_most) for each in params]
+    requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most) for choice in params]
     return EncodedChat(body, loaded, requests, reader)
 
 
@@ -124,15 +123,14 @@ class ChatAnswer(Choices):
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         stream = self._streams[index]
-        deltas = stream.push(RequestEvent(0, [], [], output))
+        deltas = stream.push(RequestEvent(0, (), output=output))
         calls = list(map(_call, whole_calls(delta.tool_call for delta in deltas)))
         content = "".join(delta.content for delta in deltas)
         text = content if content or not calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning := "".join(delta.reasoning for delta in deltas):
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        optional: dict[str, Any] = {"reasoning_content": reasoning, "tool_calls": calls}
+        message = message | {name: value for name, value in optional.items() if value}
         logprobs = chat_logprobs(self._texts, output.logprobs or ()) if self._texts is not None else None
         reason = stream.finish_reason(output)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -145,10 +143,9 @@ class ChatAnswer(Choices):
         index, deltas = event.index, self._streams[event.index].push(event)
         pieces = list(map(_piece, deltas))
         logprobs = chat_logprobs(self._texts, event.logprobs) if self._texts is not None and event.logprobs else None
-        if not pieces and event.tokens and (logprobs or self.per_token):  # the token's text is held back
+        if not pieces and event.tokens and (logprobs or self.pending.per_token):  # the token's text is held back
             pieces = [_piece(Delta())]
-        firsts = [self.chunk(index, piece, logprobs) for piece in pieces[:1]]
-        return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
+        return "".join(self.chunk(index, piece, None if at else logprobs) for at, piece in enumerate(pieces))
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         return self.chunk(index, {"delta": {}}, finish=self._streams[index].finish_reason(output), **more)
@@ -208,17 +205,11 @@ def render_chat(
 
     must_fit: whether to refuse a prompt that exceeds the context. Raises PromptError, ConfigError or ApiError.
     """
-    chosen = body.tool_choice
-    offer = ToolOffer.of(
-        [tool.model_dump(exclude={"cache_control"}, exclude_none=True) for tool in body.tools or ()],
-        chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump(),
-        body.parallel_tool_calls is not False,
-    )
-    arguments = dict(body.chat_template_kwargs or {})
-    for wish in ("reasoning_effort", "verbosity", "add_generation_prompt"):
-        if (given := getattr(body, wish)) is not None:
-            arguments.setdefault(wish, given)
-
+    tools = [tool.model_dump(exclude={"cache_control"}, exclude_none=True) for tool in body.tools or ()]
+    chosen = body.model_dump(include={"tool_choice"})["tool_choice"]
+    offer = ToolOffer.of(tools, chosen, body.parallel_tool_calls is not False)
+    wishes = body.model_dump(include={"reasoning_effort", "verbosity", "add_generation_prompt"}, exclude_none=True)
+    arguments = wishes | (body.chat_template_kwargs or {})
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]

@@ -13,15 +13,14 @@ from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from .answer import Choices, Completed, PendingChoices
+from .answer import Choices, Completed, PendingChoices, respond
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import respond
-from .job import RequestEvent
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
 from .model import Loaded, check_context, sampling
 from .received import Received, receive_choices
 from .schema import CompletionRequest
+from .worker import RequestEvent
 
 router = APIRouter()
 
@@ -74,8 +73,8 @@ class PendingCompletion(PendingChoices):
             prompts = [_encoded(given, body, loaded, encode) for given in body.prompts]
             grammar = loaded.grammars.grammar(body.answer_format, namespace=owner[1])
             choices = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
-            prepare = loaded.engine.prepare
-            return prompts, [prepare(prompt.tokens, params, (), *owner) for prompt in prompts for params in choices]
+            pairs = [(prompt.tokens, params) for prompt in prompts for params in choices]
+            return prompts, [loaded.engine.prepare(tokens, params, (), *owner) for tokens, params in pairs]
 
         prompts, requests = await received.in_thread(loaded, encoded, body.response_format is not None)
         if body.max_tokens == 0:  # only the echo is wanted
@@ -89,7 +88,6 @@ class PendingCompletion(PendingChoices):
 
 
 def _encoded(given: str | list[int], body: CompletionRequest, loaded: Loaded, encode: Encoder) -> _Prompt:
-    """Encoder and check a prompt. Raises PromptError or ApiError."""
     if isinstance(given, str):
         prompt = _Prompt(given, encode(given, True))
     elif max(given, default=0) >= (size := loaded.target.vocab_size):
@@ -137,7 +135,7 @@ class CompletionAnswer(Choices):
         stream, output = self._texts[event.index], event.output
         text = stream.push(event.tokens) if output is None else stream.finish(output.text)
         lists = self._lists[event.index].take(event.logprobs) if event.logprobs else None
-        is_empty = not (text or lists or (self.per_token and event.tokens))
+        is_empty = not (text or lists or (self.pending.per_token and event.tokens))
         return "" if is_empty else self.chunk(event.index, {"text": text}, lists)
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import from_json
 
 from eagle_mlx.request import Output
@@ -18,15 +17,14 @@ from ..chat.history import PARAGRAPH
 from .answer import Answer, PendingAnswer, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
-from .job import RequestEvent
 from .limits import Limits
 from .model import Loaded, check
-from .received import Received
-from .schema import Body, ChatRequest, Extensions, ToolName
+from .received import Received, validated
+from .schema import ChatRequest, EventFormat, Extensions
 from .service import Call
-from .validation import validated
+from .worker import RequestEvent
 
-EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
 
 
@@ -50,8 +48,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns: list[dict[str, Any]] = []
-        """Messages with lists of pieces, joined once; repeated concatenation takes quadratic time."""
-        self._made: set[str] = set()
+        """Messages with lists of pieces, because repeated concatenation takes quadratic time."""
+        self._calls: set[str] = set()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -73,53 +71,21 @@ class Turns:
 
     def call(self, id: str, name: str, arguments: Any) -> None:
         """Add a tool call. arguments: an object, or its JSON text."""
-        self._made.add(id)
+        self._calls.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, where: str) -> None:
         """Add the result of a call. Raises ApiError 400 that names the field `where` if there is no such call."""
-        if id not in self._made:
-            said = f"there is no call with the id {id[:100]!r} before this result; send that call too"
-            raise ApiError(400, f"{where}: {said}", where)
+        if id not in self._calls:
+            problem = f"there is no call with the id {id[:100]!r} before this result; send that call too"
+            raise ApiError(400, f"{where}: {problem}", where)
         self._turns.append({"role": "tool", "tool_call_id": id, "content": [text]})
 
     def _turn(self, role: str) -> dict[str, Any]:
-        """Return the last message if it is of this role, else a new one."""
         if not self._turns or self._turns[-1]["role"] != role:
             self._turns.append({"role": role, "content": []})
         return self._turns[-1]
-
-
-class OwnTool(Body):
-    """A tool that the client runs."""
-
-    name: ToolName
-    description: str | None = None
-    strict: bool | None = None
-    # Ignored: all tools are in the prompt, and clients call them all themselves.
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-
-
-class BareTool(BaseModel):
-    """A tool without a schema. Its other fields have no effect here and may be anything."""
-
-    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
-
-    type: str
-    name: str | None = None
-    strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_other_fields(cls, tool: object) -> object:
-        return {key: tool[key] for key in cls.model_fields if key in tool} if isinstance(tool, dict) else tool
-
-    def refusal(self, owner: str) -> ApiError:
-        """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""
-        said = f"tools[0].type: {self.type[:60]} runs on {owner}'s servers; give tools that the client runs"
-        return ApiError(400, said, "tools[0].type")
 
 
 @dataclass(frozen=True)
@@ -139,7 +105,8 @@ class Names:
         try:
             yield
         except ApiError as e:
-            e.param = None if e.param is None else self._renamed(e.param)
+            if e.param is not None:
+                e.rename(self._renamed(e.param))
             raise
 
     def _renamed(self, field: str) -> str:
@@ -153,10 +120,12 @@ class Names:
         return tool + self.fields.get(name, "") + field.removeprefix(name)
 
 
-def translated(asked: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
+def translated(fields: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
     """Return the chat of these fields. Raises ApiError 400 that names the field of the API."""
+    if effort := fields.get("reasoning_effort"):
+        fields["reasoning_effort"] = _EFFORTS.get(effort, effort)
     with names.used():
-        chat = validated(ChatRequest, asked)
+        chat = validated(ChatRequest, fields)
         check(chat, limits)
     return chat
 
@@ -174,10 +143,13 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 class PendingParts(PendingAnswer):
     """The answer in parts of a request that was translated to a chat."""
 
-    def __init__(self, call: Call, chat: ChatRequest, at_most: int | None, names: Names):
+    def __init__(
+        self, call: Call, chat: ChatRequest, at_most: int | None, names: Names, options: EventFormat | None = None
+    ):
         """at_most: a bound on answer tokens. names: renames the fields in errors."""
-        super().__init__(call)
-        self._chat, self._at_most, self._names = chat, at_most, names
+        super().__init__(call, options)
+        self._chat, self._names = chat, names
+        self._at_most = at_most
 
     async def prepare(self, received: Received[Any], loaded: Loaded) -> PartsAnswer:
         with self._names.used():
@@ -215,7 +187,7 @@ class PartsAnswer(Answer):
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
-        self.write(RequestEvent(0, [], [], output))  # collects the parts
+        self.write(RequestEvent(0, (), output=output))  # collects the parts
         return self.ended(output)
 
     def write(self, event: RequestEvent) -> str:

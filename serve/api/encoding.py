@@ -37,7 +37,6 @@ class _Piece:
         return bisect_left(self.spans, position - self.start, key=itemgetter(0))
 
     def position(self, index: int) -> int:
-        """Return where a token begins in the text."""
         return self.start + self.spans[index][0] if index < len(self.spans) else -1
 
     def cut(self, position: int) -> int:
@@ -53,7 +52,6 @@ class _Piece:
         return index
 
     def between(self, start: int, end: int) -> tuple[list[int], list[int]]:
-        """Return the tokens that begin in a part of the text, and where."""
         part = range(self.index(start), self.index(end))
         return [self.tokens[index] for index in part], [self.position(index) for index in part]
 
@@ -67,26 +65,22 @@ class Encoder:
     """Is called between pieces of the work, where other clients may take their turns. Raises if the client left."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> list[int]:
-        return encode(self.tokenizer, text, add_special_tokens, self.check)
+        """Return the tokens of a text. Raises what `check` raises."""
+        self.check()
+        if len(text) < 2 * PIECE or not getattr(self.tokenizer, "is_fast", False):
+            return self._whole(text, add_special_tokens)
+        start = text[:_OVERLAP]
+        bare, special = self._whole(start, False), self._whole(start, add_special_tokens)
+        backend = self.tokenizer.backend_tokenizer
+        before = next((i for i in range(len(special)) if special[i : i + len(bare)] == bare), None)
+        if not bare or before is None or _Piece.of(backend, start, 0, len(start)).tokens != bare:
+            return self._whole(text, add_special_tokens)
+        if (tokens := _in_pieces(backend, text, self.check)) is None:
+            return self._whole(text, add_special_tokens)
+        return [*special[:before], *tokens, *special[before + len(bare) :]]
 
-
-def encode(tokenizer: TokenizerWrapper, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
-    """Return the tokens of a text. check: is called between pieces, and may raise."""
-
-    def whole(text: str, special: bool = add_special_tokens) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
-
-    check()
-    if len(text) < 2 * PIECE or not getattr(tokenizer, "is_fast", False):
-        return whole(text)
-    start = text[:_OVERLAP]
-    bare, special = whole(start, False), whole(start)
-    backend = tokenizer.backend_tokenizer
-    before = next((i for i in range(len(special)) if special[i : i + len(bare)] == bare), None)
-    if not bare or before is None or _Piece.of(backend, start, 0, len(start)).tokens != bare:
-        return whole(text)
-    tokens = _in_pieces(backend, text, check)
-    return whole(text) if tokens is None else [*special[:before], *tokens, *special[before + len(bare) :]]
+    def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def _in_pieces(backend: Any, text: str, check: Callable[[], None]) -> list[int] | None:

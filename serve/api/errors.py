@@ -27,15 +27,13 @@ _TYPES = {**_BOTH, 500: "server_error", 501: "not_implemented_error", 503: "serv
 _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
-MOST_SAID = 4000
-"""Characters of a message: enough for all routes and a long reason, and a bound on quoted client input."""
-_NAMED = 200
+MOST_CHARACTERS = 4000
+"""Of a message: enough for all routes and a long reason, and a bound on quoted client input."""
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
 """A field, optionally with an index, at the beginning of a message."""
 
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
-"""Error statuses of a POST route."""
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
 """The response of a stream."""
@@ -88,17 +86,17 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self._begins_with_param = param is not None and message.startswith(param)
-        self._rest = message.removeprefix(param or "")
+        self.status, self.message = status, shortened(message, MOST_CHARACTERS)
+        self.param, self.code = param, code
         self.headers = dict(headers or {})
         self.to_anthropic: str | None = None
         """The message in Anthropic's API, if it differs."""
 
-    @property
-    def message(self) -> str:
-        """The text, which begins with the field's present name if it was written so."""
-        return shortened(f"{self.param}{self._rest}" if self._begins_with_param else self._rest, MOST_SAID)
+    def rename(self, field: str) -> None:
+        """Name the field by another API's name, also in a message that begins with it."""
+        if self.param is not None and self.message.startswith(self.param):
+            self.message = f"{field}{self.message.removeprefix(self.param)}"
+        self.param = field
 
     @property
     def body(self) -> dict[str, Any]:
@@ -137,8 +135,8 @@ def shortened(text: str, most: int) -> str:
 
 def bad_request(error: EagleError) -> ApiError:
     """Return a library error as status 400. Library messages begin with the field at fault."""
-    found = _FIELD.match(str(error))
-    return ApiError(400, str(error), found[1] if found else None)
+    field = _FIELD.match(str(error))
+    return ApiError(400, str(error), field[1] if field else None)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -146,8 +144,8 @@ def add_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            asked = f"{shortened(request.method, 20)} {shortened(request.url.path, _NAMED)}"
-            message = f"{asked}: {HTTPStatus(error.status_code).phrase.lower()}"
+            reason = HTTPStatus(error.status_code).phrase.lower()
+            message = f"{shortened(request.method, 20)} {shortened(request.url.path, 200)}: {reason}"
             if error.status_code == 404:
                 message += f"; the paths are {', '.join(sorted(app.openapi()['paths']))}"
             error = ApiError(error.status_code, message, headers=error.headers)

@@ -22,10 +22,7 @@ _LINGERING = 8
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return the body, with no more of it in memory than the limit allows, whatever its headers say.
-
-    Raises ApiError 400, 408 if it does not arrive in time, 413 if it is too large, or 499 if the client disconnects.
-    """
+    """Return the body, with no more of it in memory than the limit allows. Raises ApiError 400, 408, 413 or 499."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # web pages of other origins cannot send this type without permission
         raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
@@ -59,7 +56,6 @@ def _too_large(limits: Limits) -> ApiError:
 
 _NOT_BRACKETS = bytes(set(range(256)).difference(b'"[{'))
 _BRACKETS = re.compile(rb'"[^"]*"|[\[{]+')
-"""Strings, or opening brackets between them."""
 
 
 def has_more_containers(body: bytes, most: int) -> bool:
@@ -81,13 +77,11 @@ T = TypeVar("T")
 class Pools:
     """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
-    Long requests are read and encoded one at a time, because megabytes keep a core busy for seconds. Schemas may take
-    seconds to compile, in a separate process. Clients take turns for all three, and between pieces of long texts.
-    Canceling a request drops work that has not started; work that has started keeps its turn until it ends.
+    Long requests are read and encoded one at a time. Clients take turns for these and for schemas, and between pieces
+    of long texts. Canceling a request drops work that has not started; other work keeps its turn until it ends.
     """
 
     def __init__(self, limits: Limits):
-        self._limits = limits
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._parsing, self._parse_semaphore = ThreadPoolExecutor(1, "parse"), FairSemaphore()
         self._long, self._long_semaphore = ThreadPoolExecutor(limits.connections, "long"), FairSemaphore()
@@ -109,14 +103,14 @@ class Pools:
         return await self._in_turn(self._parsing, self._parse_semaphore, run, client)
 
     async def encode(
-        self, work: Callable[[Callable[[], None]], T], size: int, client: str, has_schema: bool = False
+        self, work: Callable[[Callable[[], None]], T], is_long: bool, client: str, has_schema: bool = False
     ) -> T:
-        """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises.
+        """Prepare a client's request for decoding. Raises what `work` raises.
 
         `work` gets a function to call between pieces of a text, in which other clients take their turns.
         """
         loop = asyncio.get_running_loop()
-        if size >= self._limits.long_bytes:
+        if is_long:
 
             def pause() -> None:
                 if self._long_semaphore.is_awaited:
@@ -142,7 +136,6 @@ class Pools:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Start no more work, and do not wait for running work."""
         for pool in (self._short, self._parsing, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -31,19 +31,23 @@ _CHECK_TOKENS = 16
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     """Load target and proposer, and decode a few tokens so that problems show now. Raises EagleError."""
     with loading(config.name):
-        return _load(config, say)
+        loaded = _load(config, say)
+    with suppress(ConfigError):  # requests that need a grammar report why there is none
+        loaded.grammars.tokenizer()
+    for line in _description(config, loaded):
+        say(line)
+    return loaded
 
 
 def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     target = load_target(config)
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()
-    config = replace(config, speculation=speculation)
     name = proposer.name if proposer is not None else "none"
     proposer = speculation.for_requests(proposer)
     _try_out(target, proposer, speculation.depth)
-    given = bytes_of(config.prefix_cache_gb)
-    prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory) if given is None else given
+    if (prefix_cache_bytes := bytes_of(config.prefix_cache_gb)) is None:
+        prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory)
     files = None
     if config.prefix_cache_dir is not None and prefix_cache_bytes:
         folder = config.prefix_cache_dir.expanduser()
@@ -61,12 +65,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         drafter="none" if name == "none" else speculation.drafter,
     )
     drafts = speculation.max_depth if proposer is not None else 0
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
-    with suppress(ConfigError):  # requests that need a grammar report why there is none
-        loaded.grammars.tokenizer()
-    for line in _description(config, loaded):
-        say(line)
-    return loaded
+    return Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
@@ -122,8 +121,8 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     keys = f"keys and values up to {gb(budget.nbytes)}" + (f" in {config.kv_bits} bits" if config.kv_bits else "")
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
-        f"speculation: {config.speculation}",
-        *config.speculation.notes(loaded.engine),
+        f"speculation: {loaded.speculation}",
+        *loaded.speculation.notes(loaded.engine),
         f"chat: {chats}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless the request sets another",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
@@ -134,12 +133,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
 
 
 def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str], None]) -> list[ModelSource]:
-    """Return the sources of models that share `nbytes`.
-
-    If a model's entry sets no KV cache size, it gets an equal part of half the budget, or what its weights leave if
-    that is less. Its size therefore does not depend on which models are loaded. Raises ConfigError if a local model
-    would not fit alone.
-    """
+    """Return the sources of models that share `nbytes`. Raises ConfigError if a local model would not fit alone."""
     for name, config in configs.items():
         if Path(config.name).is_dir() and (needed := _sized(config, nbytes, len(configs))[1]) > nbytes:
             raise ConfigError(
@@ -161,7 +155,10 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str],
 
 
 def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int]:
-    """Return the config with its KV cache size, and the model's total bytes. Fetches missing files."""
+    """Return the config with its KV cache size, and the model's total bytes. Fetches missing files.
+
+    By default, a KV cache gets an equal part of half the memory, or what the weights leave if that is less.
+    """
     weights = weights_bytes(config)
     share = max(1, min(nbytes // 2 // count, nbytes - weights))
     kv = share if config.memory.kv_bytes is None else config.memory.kv_bytes
@@ -169,18 +166,12 @@ def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int
 
 
 def weights_bytes(config: LoadConfig) -> int:
-    """Return the bytes of the weights of the target, and of its head or draft model if one is named.
-
-    Raises EagleError if a model is not available.
-    """
+    """Return the bytes of the weights of target and head or draft model. Raises EagleError if one is not available."""
     return sum(file.stat().st_size for folder in _folders(config) for file in _weights(folder))
 
 
 def check_files(config: LoadConfig) -> None:
-    """Raise EagleError if a named model cannot be loaded from its files.
-
-    Reads only configs, tokenizer and headers of weights, so it is fast. Run it before unloading another model.
-    """
+    """Raise EagleError if a model cannot be loaded, as its configs, tokenizer and headers of weights show."""
     for folder in _folders(config):
         if not _weights(folder):
             raise TargetError(f"{folder} has no weights; download or create them again")

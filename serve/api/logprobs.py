@@ -64,10 +64,10 @@ class TokenTexts(dict[int, tuple[str, bytes]]):
         self._before: str = tokenizer.decode(self._anchor)
 
     def __missing__(self, token: int) -> tuple[str, bytes]:
-        found = self[token] = self._find(token)
-        return found
+        self[token] = self._decoded(token)
+        return self[token]
 
-    def _find(self, token: int) -> tuple[str, bytes]:
+    def _decoded(self, token: int) -> tuple[str, bytes]:
         text: str = self._tokenizer.decode([*self._anchor, token])[len(self._before) :]
         if "\ufffd" not in text:
             return text, text.encode()
@@ -83,12 +83,12 @@ class TokenTexts(dict[int, tuple[str, bytes]]):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
 
-def chat_logprobs(texts: TokenTexts, found: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, scores: Iterable[TokenLogprob]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, raw = texts[token]
         return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 
-    content = [{**entry(one.token, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in found]
+    content = [{**entry(s.token, s.logprob), "top_logprobs": [entry(*top) for top in s.top]} for s in scores]
     return {"content": content, "refusal": None}
 
 
@@ -99,16 +99,16 @@ class CompletionLogprobs:
         self._texts, self._offset = texts, 0
         self._stream = TextStream(tokenizer)
 
-    def take(self, found: Iterable[TokenLogprob], first_unknown: int | None = None) -> dict[str, Any]:
+    def take(self, scores: Iterable[TokenLogprob], first_unknown: int | None = None) -> dict[str, Any]:
         """Return the lists for the next tokens. `first_unknown` is a token before them without a log probability."""
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         if first_unknown is not None:
             self._add(lists, first_unknown, None, None)
-        for each in found:
-            # The token itself is always listed, even if it is not among the top ones.
-            top = {self._texts[token][0]: max(logprob, _LEAST) for token, logprob in each.top}
-            top.setdefault(self._texts[each.token][0], max(each.logprob, _LEAST))
-            self._add(lists, each.token, max(each.logprob, _LEAST), top)
+        for score in scores:
+            logprob = max(score.logprob, _LEAST)
+            top = {self._texts[token][0]: max(other, _LEAST) for token, other in score.top}
+            top.setdefault(self._texts[score.token][0], logprob)  # listed even if it is not among the top ones
+            self._add(lists, score.token, logprob, top)
         return lists
 
     def _add(self, lists: dict[str, Any], token: int, logprob: float | None, top: dict[str, float] | None) -> None:

@@ -1,35 +1,255 @@
-"""Anthropic's Messages API: answers as a message or as a stream of events, and token counts."""
+"""Anthropic's Messages API: requests, their translation to chats, answers and their events, and token counts."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import yaml
 from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta
-from .answer import Measured, named_event, stats
+from ..chat.history import PARAGRAPH
+from .answer import named_event, respond, respond_encoded
 from .chat import EncodedChat, render_chat
-from .conversation import PartsAnswer, PendingParts, arguments_of
+from .conversation import ChatExtensions, Names, PartsAnswer, PendingParts, Turns, arguments_of, translated
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
-from .flow import respond, respond_encoded
-from .messages_request import (
-    CountTokensRequest,
-    MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-    chat_request,
-    names_of,
-)
+from .limits import Limits
+from .metrics import Measured, stats
 from .model import Loaded
 from .received import models_of, receive
-from .schema import ChatRequest
+from .schema import BY_TYPE, BareTool, Body, ChatRequest, Many, Media, OwnTool, T, refuse_last_media, without_data
 from .service import Call
+
+router = APIRouter()
+KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_tools.yaml").read_bytes())
+"""Description and parameters of the tools that have no schema in requests, by type."""
+
+
+class Cached(Body):
+    """What may carry a cache breakpoint; the prefix cache finds shared prefixes without them."""
+
+    cache_control: Any = None
+
+
+class TextBlock(Cached):
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Encrypted reasoning, which is left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Cached):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | str | None = None
+    caller: Any = None
+
+
+class ToolResultBlock(Cached):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[Annotated[TextBlock | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | Media,
+    BY_TYPE,
+    BeforeValidator(without_data),
+]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[Many[Block], Field(min_length=1)]
+
+
+class ClientTool(OwnTool, Cached):
+    type: Literal["custom", None] = None
+    input_schema: dict[str, Any]
+    # Ignored: tool input arrives in one piece.
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+OfferedTool = Annotated[ClientTool | BareTool, BY_TYPE]
+
+
+class MessagesToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1)
+    """Not enforced: reasoning ends when the model ends it, or at max_tokens."""
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(ChatExtensions, Cached):
+    """The conversation and everything else that goes into the prompt."""
+
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Many[OfferedTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Ignored: these concern Anthropic's own servers.
+    context_management: dict[str, Any] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1)
+    """An upper bound: the context may leave fewer."""
+    stream: bool | None = None
+    stop_sequences: Many[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    # Ignored as well.
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    container: None = None
+
+
+_FIELDS = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
+    ".function": "",
+}
+_BLOCKS = {
+    "user": (TextBlock, ToolResultBlock, Media),
+    "system": (TextBlock,),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock, Media),
+}
+
+
+def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
+    """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
+    chat: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
+    chat.setdefault("continue_final_message", body.messages[-1].role == "assistant")
+    if body.thinking is not None:
+        chat.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
+    output = body.output_config or OutputConfig()
+    chat["reasoning_effort"] = output.effort
+    if output.format is not None:
+        form = {"name": "answer", "schema": output.format.schema_}
+        chat["response_format"] = {"type": "json_schema", "json_schema": form}
+    if isinstance(body, MessagesRequest):
+        chat |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
+    return translated(chat, names_of(body), limits)
+
+
+def names_of(body: CountTokensRequest) -> Names:
+    return Names("messages", _FIELDS, [index for index, tool in enumerate(body.tools or ()) if not _is_hosted(tool)])
+
+
+def _is_hosted(tool: ClientTool | BareTool) -> bool:
+    """Return whether Anthropic runs the tool, or only its models know the schema."""
+    return isinstance(tool, BareTool) and tool.type not in KNOWN_TOOLS
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    conversation = Turns()
+    if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
+        conversation.say("system", text)
+    where = ""
+    for index, turn in enumerate(body.messages):
+        where = f"messages[{index}].content"
+        _add(conversation, turn, where)
+    if body.messages[-1].role == "user":
+        refuse_last_media(body.messages[-1].content, where)
+    return conversation.messages
+
+
+def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else [*(content or [])]
+
+
+def _add(conversation: Turns, turn: Turn, where: str) -> None:
+    if turn.role == "assistant":
+        conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
+    for index, block in enumerate(_blocks(turn.content)):
+        if not isinstance(block, _BLOCKS[turn.role]):
+            problem = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
+            raise ApiError(400, f"{where}[{index}]: {problem}", f"{where}[{index}]")
+        if isinstance(block, TextBlock | Media):
+            conversation.say(turn.role, _text(block))
+        elif isinstance(block, ThinkingBlock):
+            conversation.think(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            conversation.call(block.id, block.name, block.input)
+        elif isinstance(block, ToolResultBlock):
+            result = ("Error: " if block.is_error else "") + PARAGRAPH.join(map(_text, _blocks(block.content)))
+            conversation.result(block.tool_use_id, result, f"{where}[{index}].tool_use_id")
+
+
+def _text(block: TextBlock | Media) -> str:
+    return block.text if isinstance(block, TextBlock) else block.note
+
+
+def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the tool fields of the chat. Tools that Anthropic runs are dropped if there are others."""
+    given, choice = body.tools or [], body.tool_choice
+    offered = [tool for tool in given if not _is_hosted(tool)]
+    if given and not offered and isinstance(given[0], BareTool):
+        raise given[0].refusal("Anthropic")
+    fields: dict[str, Any] = {"tools": [_function(tool) for tool in offered] or None}
+    if choice is None:
+        return fields
+    if choice.type == "tool" and choice.name is None:
+        raise ApiError(400, "tool_choice.name: must name the tool", "tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    return fields | {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+
+def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
+    if isinstance(tool, BareTool):
+        function = {"name": tool.name, **KNOWN_TOOLS[tool.type]}
+    else:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 class MessageUsage(Shape):
@@ -43,12 +263,8 @@ class MessageUsage(Shape):
     service_tier: Literal["standard"]
 
 
-class SignedThinkingBlock(ThinkingBlock):
-    signature: str
-
-
-class MadeToolUseBlock(ToolUseBlock):
-    input: dict[str, Any]
+class TokenCount(Shape):
+    input_tokens: int
 
 
 class MessageObject(Measured):
@@ -56,18 +272,13 @@ class MessageObject(Measured):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | SignedThinkingBlock | MadeToolUseBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
 
 
-class TokenCount(Shape):
-    input_tokens: int
-
-
-_EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}
-"""The fields of blocks that events fill in."""
+_EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}  # the fields of a block that events fill in
 
 
 class PendingMessage(PendingParts):
@@ -90,8 +301,10 @@ class MessageAnswer(PartsAnswer):
 
     def __init__(self, pending: PendingMessage, chat: EncodedChat):
         super().__init__(pending, chat)
-        thinking, self._most = pending.body.thinking, pending.body.max_tokens
+        self._body, thinking = pending.body, pending.body.thinking
         self._hides_thoughts = thinking is not None and thinking.display == "omitted"
+        self._signature = f"sig_{self.call.id}"
+        """Of a thinking block. Clients require one to send the block back; it proves nothing."""
 
     def ended(self, output: Output) -> dict[str, Any]:
         content = [self._block(part) for part in self.parts]
@@ -127,11 +340,6 @@ class MessageAnswer(PartsAnswer):
         delta = {"type": kind, name: text}
         return named_event({"type": "content_block_delta", "index": len(self.parts) - 1, "delta": delta})
 
-    @property
-    def _signature(self) -> str:
-        """A thinking block's signature. Clients require one to send the block back; it proves nothing."""
-        return f"sig_{self.call.id}"
-
     def _block(self, part: Delta) -> dict[str, Any]:
         if (call := part.tool_call) is not None:
             return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call)}
@@ -143,7 +351,7 @@ class MessageAnswer(PartsAnswer):
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return a message that has not ended."""
         named = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant", "model": self.call.service.name}
-        return {**named, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return named | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _usage(self, output: Output | None) -> dict[str, Any]:
         """Count tokens, before the answer begins only those of the prompt."""
@@ -159,15 +367,13 @@ class MessageAnswer(PartsAnswer):
 
     def _reason(self, output: Output) -> dict[str, Any]:
         reason = self._deltas.finish_reason(output)
-        if reason == "length" and len(output.tokens) < self._most and output.cut_off is None:
-            why = "model_context_window_exceeded"
-        else:
-            otherwise = "stop_sequence" if output.stop else "end_turn"
-            why = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, otherwise)
-        return {"stop_reason": why, "stop_sequence": output.stop if why == "stop_sequence" else None}
-
-
-router = APIRouter()
+        stop_reason = "stop_sequence" if output.stop else "end_turn"
+        if reason == "tool_calls":
+            stop_reason = "tool_use"
+        elif reason == "length":
+            is_full = len(output.tokens) < self._body.max_tokens and output.cut_off is None
+            stop_reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        return {"stop_reason": stop_reason, "stop_sequence": output.stop if stop_reason == "stop_sequence" else None}
 
 
 @router.post("/v1/messages", responses=documented(MessageObject, *ERRORS, error=MessagesError, **EVENTS))

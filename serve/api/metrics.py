@@ -1,4 +1,4 @@
-"""Metrics as Prometheus and as JSON, by model.
+"""Metrics by model, as Prometheus and as JSON, and those of each answer.
 
 `vllm:spec_decode_*` are the names that dashboards know; the server's own names begin with `eagle:`.
 """
@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from time import perf_counter
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,12 +19,13 @@ from pydantic import ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.request import Output
 from eagle_mlx.target import nbytes_of
 
 from .errors import Shape
 from .model import Loaded
 from .models import Models
-from .service import SECONDS, Histogram, Service, Totals
+from .service import SECONDS, Call, Histogram, Service, Totals
 
 T = TypeVar("T")
 _MODEL = "model_name"
@@ -100,26 +103,26 @@ class ServerCollector(Collector):
 
     def _all(self) -> Iterator[Metric]:
         services = self._models.services
-        totals = {name: each.totals for name, each in services.items()}
-        loaded = {name: each.worker.loaded for name, each in services.items()}
+        totals = {name: service.totals for name, service in services.items()}
+        models = ((name, service.worker.loaded) for name, service in services.items())
         yield from _families(_TOTALS, totals)
         yield from _families(_SERVICE, services)
-        yield from _families(_ENGINE, {name: each.engine for name, each in services.items()})
-        if disks := {name: each.disk for name, each in loaded.items() if each is not None and each.disk is not None}:
+        yield from _families(_ENGINE, {name: service.engine for name, service in services.items()})
+        if disks := {name: loaded.disk for name, loaded in models if loaded is not None and loaded.disk is not None}:
             yield from _families(_DISK, disks)
-        if waits := {name: each.rank_waits for name, each in services.items() if each.rank_waits}:
+        if waits := {name: service.rank_waits for name, service in services.items() if service.rank_waits}:
             ranks: _Numbers[Sequence[float]] = ((_GAUGE, "eagle:ranks", "Processes that share the model", len),)
             yield from _families(ranks, waits)
             named = {name: dict(enumerate(seconds)) for name, seconds in waits.items()}
             yield _labeled("eagle:rank_wait_seconds", "Time in which a rank waited for messages", "rank", named)
         for name, text, label, counts in _BY_LABEL:
-            yield _labeled(name, text, label, {model: counts(each) for model, each in totals.items()})
+            yield _labeled(name, text, label, {model: counts(total) for model, total in totals.items()})
         bounds = (*map(str, SECONDS), "+Inf")
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
-            for model, each in totals.items():
-                so_far: list[float] = list(accumulate(histogram(each).buckets))
-                family.add_metric([model], [*zip(bounds, so_far, strict=True)], histogram(each).sum)
+            for model, times in ((model, histogram(total)) for model, total in totals.items()):
+                so_far: list[float] = list(accumulate(times.buckets))
+                family.add_metric([model], [*zip(bounds, so_far, strict=True)], times.sum)
             yield family
         yield GaugeMetricFamily("eagle:ready", "1 while requests are accepted", int(self._models.state == "ready"))
 
@@ -127,8 +130,8 @@ class ServerCollector(Collector):
 def _families(numbers: _Numbers[T], of: Mapping[str, T]) -> Iterator[Metric]:
     for kind, name, text, read in numbers:
         family = kind(name, text, labels=[_MODEL])
-        for model, each in of.items():
-            family.add_metric([model], float(read(each)))
+        for model, owner in of.items():
+            family.add_metric([model], float(read(owner)))
         yield family
 
 
@@ -167,7 +170,6 @@ class SpeculationSummary(Shape):
     total_fallback_steps: int
     """Steps without drafts."""
     total_proposed: int
-    """Draft tokens."""
     total_accepted: int
     """Draft tokens that were accepted and emitted."""
     total_bonus_tokens: int
@@ -197,4 +199,89 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
         total_bonus_tokens=totals.bonus,
         current_k=loaded.most_drafts if drafters else 0,
         adaptive_k_current=loaded.engine.planned_depth if drafters else 0,
+    )
+
+
+class Timings(Shape):
+    """Timings under llama.cpp's names. The time to the first token includes the wait in the queue."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+    cut_off: Literal["time"] = "time"
+    """Set only if the request's time limit cut the answer off."""
+
+
+class SpeculationCounts(Shape):
+    """Counts of speculative decoding. A step is a target forward of one request with draft tokens."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: dict[str, int]
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_draft_failures: int
+    """How often the proposer raised. After three times in a row, a request decodes plainly."""
+    lossless: bool
+    """False if `threshold` acceptance let drafts change the text."""
+
+
+class Measured(Shape):
+    """Timings, and metrics under vLLM's names, summed over all answers to a request."""
+
+    timings: Timings
+    metrics: dict[Literal["speculative_decoding"], SpeculationCounts]
+
+
+def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Return the fields of `Measured`."""
+    counts = _speculation(outputs)
+    return Measured(timings=_timings(call, outputs), metrics={"speculative_decoding": counts}).plain()
+
+
+def _timings(call: Call, outputs: Sequence[Output]) -> Timings:
+    now = perf_counter()
+    first = call.first_token or now
+    cached = sum(o.cached_tokens for o in outputs)
+    read, tokens = sum(o.prompt_tokens for o in outputs) - cached, sum(len(o.tokens) for o in outputs)
+    prompt_s, predicted_s = first - call.arrived, now - first
+    timings = Timings(
+        cache_n=cached,
+        prompt_n=read,
+        prompt_ms=round(1000 * prompt_s, 3),
+        prompt_per_second=round(read / prompt_s, 3) if prompt_s > 0 else 0.0,
+        predicted_n=tokens,
+        predicted_ms=round(1000 * predicted_s, 3),
+        predicted_per_second=round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
+        draft_n=sum(o.drafted for o in outputs),
+        draft_n_accepted=sum(o.accepted for o in outputs),
+    )
+    if any(o.cut_off is not None for o in outputs):
+        timings.cut_off = "time"
+    return timings
+
+
+def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
+    steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
+    drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
+    histogram: Counter[int] = Counter()
+    for output in outputs:
+        at_least = [*output.drafted_by_position[:1], *output.accepted_by_position, 0]
+        histogram.update({length: this - more for length, (this, more) in enumerate(pairwise(at_least)) if this > more})
+    return SpeculationCounts(
+        mean_acceptance_length=round(1 + accepted / steps, 4) if steps else 1.0,
+        draft_acceptance_rate=round(accepted / drafted, 4) if drafted else 0.0,
+        acceptance_histogram={str(length): count for length, count in sorted(histogram.items())},
+        num_spec_steps=steps,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+        num_draft_failures=sum(o.draft_failures for o in outputs),
+        lossless=all(o.lossless for o in outputs),
     )

@@ -19,11 +19,11 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars, Volatile
-from ..speculation import Speculation
+from ..speculation import PolicyName, Speculation
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
-from .schema import ChoicesRequest, SpeculationRequest
+from .schema import ChoicesRequest
 
 log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -79,10 +79,9 @@ class Loaded:
             here = f"{', '.join(others)} and {last} are" if others else f"only {last} is"
             raise ApiError(400, f"spec_decode {mode!r} is not loaded; {here}", "spec_decode")
 
-    def change_speculation(self, asked: SpeculationRequest) -> None:
+    def change_speculation(self, mode: str | None, most: int | None, policy: PolicyName | None) -> None:
         """Change what drafts, how much, and the policy. Run this between steps. Raises ApiError 400."""
-        chosen, most, policy = asked.spec_decode, asked.num_speculative_tokens, asked.spec_policy
-        self.check_mode(None if chosen == "auto" else chosen)
+        self.check_mode(None if mode == "auto" else mode)
         if self.modes == ("none",) and (most or policy):
             name = "num_speculative_tokens" if most else "spec_policy"
             raise ApiError(400, f"{name} is {most or policy}, but this server drafts nothing", name)
@@ -90,7 +89,7 @@ class Loaded:
             now = self._started.with_policy(policy or self.speculation.policy, most or self.speculation.num_tokens)
         except ConfigError as e:
             raise ApiError(400, str(e), "spec_policy") from e
-        self._chosen = chosen or self._chosen
+        self._chosen = mode or self._chosen
         if now != self.speculation:
             engine = self.engine
             measured = engine.target if engine.proposer is not None else None
@@ -140,12 +139,12 @@ def sampling_defaults(name: str | Path) -> dict[str, float]:
         return {}
     if not isinstance(advice, dict) or advice.get("do_sample") is False:
         return {}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name in _DEFAULTED:
         with suppress(KeyError, ConfigError):
             SamplingParams(**{name: advice[name]})
-            found[name] = advice[name]
-    return found
+            defaults[name] = advice[name]
+    return defaults
 
 
 def check(request: ChoicesRequest, limits: Limits) -> None:
@@ -226,7 +225,7 @@ def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: st
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
         # Both APIs' words, which tell agents to shorten the conversation.
         here = f"this model's maximum context length is {context} tokens"
-        said = f"{here}, but the prompt has {prompt}{wanted}; shorten it"
-        error = ApiError(400, said, param, "context_length_exceeded")
+        message = f"{here}, but the prompt has {prompt}{wanted}; shorten it"
+        error = ApiError(400, message, param, "context_length_exceeded")
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -27,8 +28,6 @@ from .service import ModelSource, Service
 
 log = logging.getLogger("eagle_mlx.serve")
 ServerState = Literal["starting", "ready", "stuck", "draining"]
-_NAMED = 200
-"""Characters of an unknown model's name to quote."""
 
 
 class Models:
@@ -64,7 +63,7 @@ class Models:
     def state(self) -> ServerState:
         if self.draining or self._starting:
             return "draining" if self.draining else "starting"
-        return "stuck" if any(each.watchdog.stuck for each in self.services.values()) else "ready"
+        return "stuck" if any(service.watchdog.stuck for service in self.services.values()) else "ready"
 
     @property
     def idle(self) -> bool:
@@ -73,7 +72,7 @@ class Models:
     @property
     def failure(self) -> BaseException | None:
         """The failure of a model that the server cannot run without."""
-        failures = (each.worker.failure for each in self.services.values() if self._at_start)
+        failures = (service.worker.failure for service in self.services.values() if self._at_start)
         return next((failure for failure in failures if failure is not None), None)
 
     def start(self) -> None:
@@ -113,8 +112,8 @@ class Models:
         if model is None and len(self.services) > 1:
             raise ApiError(400, f"name the model, because this server has several: {names}", "model")
         if model is not None and model not in self.services:
-            said = f"model {model[:_NAMED]!r} is not served here; available: {names}"
-            raise ApiError(404, said, "model", "model_not_found")
+            message = f"model {model[:200]!r} is not served here; available: {names}"
+            raise ApiError(404, message, "model", "model_not_found")
         return self.services[model] if model is not None else next(iter(self.services.values()))
 
     async def loaded(self, service: Service) -> Loaded:
@@ -133,11 +132,11 @@ class Models:
         """
         async with self._turn:
             if service.rank_waits:
-                said = f"model {service.name!r} runs on several machines, so it stays loaded; stop the server instead"
-                raise ApiError(409, said, "model", "model_shared")
+                problem = "runs on several machines, so it stays loaded; stop the server instead"
+                raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_shared")
             if not service.idle:
-                said = f"model {service.name!r} has requests in progress; unload it after they have finished"
-                raise ApiError(409, said, "model", "model_busy")
+                problem = "has requests in progress; unload it after they have finished"
+                raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_busy")
             await self._end(service)
 
     def _begin(self, service: Service) -> asyncio.Task[None]:
@@ -175,8 +174,8 @@ class Models:
                     details = None if isinstance(e, EagleError) else e
                     log.error("model %s could not be loaded: %s", service.name, e, exc_info=details)
                 # The reason may name folders of this machine, which clients should not see.
-                said = f"model {service.name!r} could not be loaded; see the server's log"
-                raise ApiError(500, said, code="model_not_loaded") from e
+                message = f"model {service.name!r} could not be loaded; see the server's log"
+                raise ApiError(500, message, code="model_not_loaded") from e
             service.state = "loaded"
             self._starting.discard(service.name)
 
@@ -184,16 +183,16 @@ class Models:
         """Unload the models idle longest until `needed` bytes are free. Raises ApiError 503 after `room_seconds`."""
         until = monotonic() + self.settings.limits.room_seconds
         while sum(self._taken.values()) + needed > self._nbytes:
-            idle = [each for each in self.services.values() if each.state == "loaded" and each.idle]
+            idle = [other for other in self.services.values() if other.state == "loaded" and other.idle]
             if idle:
-                await self._end(min(idle, key=lambda each: each.last_used))
+                await self._end(min(idle, key=attrgetter("last_used")))
                 continue
             self._room.clear()
             try:
                 await asyncio.wait_for(self._room.wait(), until - monotonic())
             except TimeoutError as e:
-                said = f"there is no memory for model {service.name!r}: all loaded models have requests in progress"
-                raise ApiError(503, said, code="no_room", headers={"Retry-After": "5"}) from e
+                message = f"there is no memory for model {service.name!r}: all loaded models have requests in progress"
+                raise ApiError(503, message, code="no_room", headers={"Retry-After": "5"}) from e
 
     async def _end(self, service: Service) -> None:
         """Unload a model that has no requests; do nothing if it is not loaded."""
@@ -230,20 +229,20 @@ def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
     """Return an entry's settings under their names in code."""
     if not isinstance(values, dict | None):
         raise ConfigError(f"{file}: {name}: must hold settings such as `target: folder or hub id`, not {values!r}")
-    known, found, keys = _keys(), dict[str, Any](), dict[str, str]()
+    names, keys, settings = _settings_by_key(), dict[str, str](), dict[str, Any]()
     for key, value in (values or {}).items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; they are {', '.join(known)}"
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; they are {', '.join(names)}"
             raise ConfigError(f"{file}: {name}: {key!r} is not a setting of a model{hint}")
-        setting, negated = known[key]
+        setting, negated = names[key]
         if setting in keys:
             raise ConfigError(f"{file}: {name}: {keys[setting]} and {key} are the same setting; keep one")
         keys[setting] = key
         if negated and not isinstance(value, bool | None):
             raise ConfigError(f"{file}: {name}: {key} must be true or false, not {value!r}")
-        found[setting] = not value if negated and value is not None else value
-    return found
+        settings[setting] = not value if negated and value is not None else value
+    return settings
 
 
 def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
@@ -261,8 +260,8 @@ def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
     return config
 
 
-def _keys() -> Mapping[str, tuple[str, bool]]:
+def _settings_by_key() -> Mapping[str, tuple[str, bool]]:
     """Map each key to its setting, and whether the key negates it (`no-prior`)."""
-    known = settings_of(LoadConfig).values()
-    keys = {flag(name)[2:]: (each.name, False) for each in known for name in (each.name, *each.also)}
-    return keys | {f"no-{flag(each.name)[2:]}": (each.name, True) for each in known if each.type is bool}
+    declared = settings_of(LoadConfig).values()
+    keys = {flag(name)[2:]: (setting.name, False) for setting in declared for name in (setting.name, *setting.also)}
+    return keys | {f"no-{flag(setting.name)[2:]}": (setting.name, True) for setting in declared if setting.type is bool}

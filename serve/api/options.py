@@ -36,14 +36,14 @@ ANYBODY = "*"
 
 def check_trusted(given: str) -> tuple[str, ...]:
     """Return the parts of `--forwarded-allow-ips`. Raises ConfigError unless each is an address, a network or `*`."""
-    parts = tuple(part for each in given.split(",") if (part := each.strip()))
+    parts = tuple(filter(None, map(str.strip, given.split(","))))
     for part in parts:
         try:
             if part != ANYBODY:
                 ip_network(part)
         except ValueError as e:
-            said = f"--forwarded-allow-ips: {e}; give addresses or networks, separated by commas, or *"
-            raise ConfigError(said) from e
+            remedy = "give addresses or networks, separated by commas, or *"
+            raise ConfigError(f"--forwarded-allow-ips: {e}; {remedy}") from e
     return (ANYBODY,) if ANYBODY in parts else parts
 
 
@@ -76,7 +76,7 @@ class Limits(Group):
     long_bytes: int = 1 << 16
     """Requests of at least this size are long: they are read and encoded one at a time and delay no others."""
     long_containers: int = 1000
-    """Requests with more objects and lists are also read one at a time. The event loop reads fewer in 5 ms."""
+    """Requests with more objects and lists are long, too. The event loop reads fewer in 5 ms."""
     short_threads: int = 4
     """Short requests that are encoded at once."""
     schema_threads: int = 4
@@ -94,12 +94,9 @@ class Limits(Group):
     send_seconds: float = 60.0
     """How long a client may read nothing of its answer, as nginx's send_timeout."""
     keep_alive_seconds: float = 15.0
-    """Interval between events of a stream that has nothing to tell. The HTML standard advises 15 seconds (9.2.7).
-
-    Codex ends a stream after 300 seconds without an event (`stream_idle_timeout_ms`); comments do not count.
-    """
+    """Interval between events of a stream that has nothing to tell. The HTML standard advises 15 seconds (9.2.7)."""
     room_seconds: float = 60.0
-    """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
+    """How long a model waits for others to become idle, as nginx's proxy_read_timeout."""
 
     @property
     def body_bytes(self) -> int:
@@ -108,10 +105,8 @@ class Limits(Group):
 
 @dataclass(frozen=True)
 class Settings(Group):
-    """The server's address, and who may use it."""
+    """How a server treats requests, and who may send them."""
 
-    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
-    port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
     api_key: str | None = setting(
         None,
         "keys that clients may send, separated by spaces; each has its own prefix cache, and only the first may use "
@@ -121,14 +116,7 @@ class Settings(Group):
     cache_report: bool = setting(
         True, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
     )
-    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
     allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        "host name to accept besides localhost; repeatable (default: none if --host is local, otherwise any)",
-        metavar="NAME",
-        repeat=True,
-    )
     forwarded_allow_ips: str = setting(
         "",
         "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
@@ -244,7 +232,7 @@ class LoadConfig(Group):
 
 @dataclass(frozen=True)
 class ServeOptions(Group):
-    """A server: its models, its address, and its limits."""
+    """What a user gave: the models, the address to listen at, and the settings of server and model."""
 
     check: bool = setting(False, "compare 16 tokens with and without drafts, and exit")
     models: Path | None = setting(
@@ -256,6 +244,15 @@ class ServeOptions(Group):
         IN_MEMORY,
         metavar="GB",
     )
+    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
+    port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
+    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "host name to accept besides localhost; repeatable (default: none if --host is local, otherwise any)",
+        metavar="NAME",
+        repeat=True,
+    )
     server: Settings = field(default_factory=Settings)
     model: LoadConfig = field(default_factory=LoadConfig)
 
@@ -264,8 +261,8 @@ class ServeOptions(Group):
             if self.memory_gb is not None:
                 raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")
             return
-        of_a_model = [(name, known.default) for name, known in settings_of(LoadConfig).items()]
-        for name, default in [*of_a_model, ("served_model_name", None)]:
+        of_a_model = {name: declared.default for name, declared in settings_of(LoadConfig).items()}
+        for name, default in {**of_a_model, "served_model_name": None}.items():
             if self.value(name) != default:
                 raise ConfigError(
                     f"{flag(name)} is a setting of a model: write it in {self.models}, under its name or `default`"

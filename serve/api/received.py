@@ -1,16 +1,18 @@
-"""An HTTP request whose body was read: its client, its validated fields, and threads to work on it."""
+"""HTTP requests whose bodies were read and validated, and threads to work on them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
 
 from eagle_mlx import EagleError
 
@@ -20,16 +22,18 @@ from .errors import ApiError, bad_request, client_gone, shortened
 from .limits import has_more_containers, read_body
 from .model import Loaded, check
 from .models import Models
-from .schema import ChoicesRequest
+from .schema import Body, ChoicesRequest
 from .service import Service
-from .validation import B, read
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=ChoicesRequest)
 _UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
 """Characters of field names that a header or a log line may not take as they are."""
 _MOST_NAMED = 20
 """Ignored fields to name per request: a header has room for them."""
+_NO_OBJECT = ("model_type", "model_attributes_type")
+"""Error types whose messages name our classes."""
 Owner = tuple[str, str]
 """A client, and the namespace of its prefix cache."""
 
@@ -56,10 +60,8 @@ class Received(Generic[B]):
 
     http: Request
     body: B
-    size: int
-    """Bytes to read and encode: the body, and the stored conversation that it continues."""
     is_long: bool
-    """Whether reading them would hold up the event loop."""
+    """Whether it, or the stored conversation that it continues, would hold up others. Its work waits for its turn."""
 
     @property
     def owner(self) -> Owner:
@@ -68,10 +70,7 @@ class Received(Generic[B]):
         return client_of(self.http), "" if key is None and salt is None else json.dumps([key, salt])
 
     async def in_turn(self, work: Callable[[], T]) -> T:
-        """Run work that takes time in proportion to the size: at once if it is short, else in a thread, in turn.
-
-        Raises what `work` raises, and ApiError 499.
-        """
+        """Run `work` at once if the request is short, else in a thread. Raises what `work` raises, and ApiError 499."""
         return await _in_turn(self.http, self.is_long, work)
 
     async def in_thread(self, loaded: Loaded, work: Callable[[Encoder], T], has_schema: bool = False) -> T:
@@ -90,7 +89,7 @@ class Received(Generic[B]):
             return work(Encoder(loaded.tokenizer, check))
 
         try:
-            return await models_of(self.http).pools.encode(run, self.size, client_of(self.http), has_schema)
+            return await models_of(self.http).pools.encode(run, self.is_long, client_of(self.http), has_schema)
         except EagleError as e:
             raise bad_request(e) from e
         finally:
@@ -113,10 +112,10 @@ async def receive(request: Request, kind: type[B]) -> Received[B]:
     is_long = len(content) >= limits.long_bytes or has_more_containers(content, limits.long_containers)
     body, ignored = await _in_turn(request, is_long, parse)
     if ignored:
-        names = ", ".join(_UNUSUAL.sub("?", shortened(name, 100)) for name in ignored[:_MOST_NAMED])
+        names = ", ".join(_UNUSUAL.sub("?", _short(name)) for name in ignored[:_MOST_NAMED])
         request.state.ignored_fields = names  # for the header that `guard.RequestForms` adds
         log_once(f"{request.url.path}: ignored unknown fields: {names}; --strict-fields refuses them")
-    return Received(request, body, len(content), is_long)
+    return Received(request, body, is_long)
 
 
 async def _in_turn(request: Request, is_long: bool, work: Callable[[], T]) -> T:
@@ -150,3 +149,85 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]]:
+    """Parse and validate a body. Return it, and the unknown fields that were ignored, of each list only the first.
+
+    strict: whether to refuse them. Raises ApiError 400 that names the field.
+    """
+    try:
+        fields = _unpacked(from_json(body, allow_inf_nan=False))
+    except ValueError as e:
+        raise ApiError(400, f"the body is not valid JSON: {e}") from e
+    try:
+        return kind.model_validate(fields), []
+    except ValidationError as e:
+        details = _details(e)
+    unknown = [_path(error["loc"], fields) for error in details if error["type"] == "extra_forbidden"]
+    if strict or not unknown:
+        raise _explained(details, fields)
+    return validated(kind, fields, "ignore"), sorted(unknown)
+
+
+def _unpacked(fields: Any) -> dict[str, Any]:
+    """Return the fields with those of `extra_body`, which OpenAI's client unpacks before it sends a request."""
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    if (extra := fields.pop("extra_body", None)) is None:
+        return fields
+    if not isinstance(extra, dict):
+        raise ApiError(400, "extra_body: input should be an object", "extra_body")
+    if twice := sorted(name for name in extra.keys() & fields.keys() if extra[name] != fields[name]):
+        name = _short(twice[0])
+        raise ApiError(400, f"extra_body.{name} differs from {name}; send one of them", f"extra_body.{name}")
+    return fields | extra
+
+
+def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:
+    """Validate fields. Raises ApiError 400 that names the field."""
+    try:
+        return kind.model_validate(fields, extra=unknown)
+    except ValidationError as e:
+        raise _explained(_details(e), fields) from e
+
+
+def _details(error: ValidationError) -> list[ErrorDetails]:
+    return error.errors(include_url=False, include_context=False, include_input=False)
+
+
+def _explained(details: list[ErrorDetails], fields: dict[str, Any]) -> ApiError:
+    """Report the first invalid field; of several ways to parse it, the one that got furthest."""
+    about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
+    kind, path = about["type"], _short(_path(about["loc"], fields, about["type"] == "missing"))
+    if kind == "none_required":
+        return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
+    problem = "input should be an object" if kind in _NO_OBJECT else about["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {problem[:1].lower()}{problem[1:]}", path)
+
+
+def _path(steps: Sequence[int | str], value: Any, is_missing: bool = False) -> str:
+    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's names of types.
+
+    is_missing: whether the last step is a field that the value lacks.
+    """
+    path = ""
+    for at, step in enumerate(steps):
+        if isinstance(step, int):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or (is_missing and at == len(steps) - 1)):
+            path, value = f"{path}.{step}", value.get(step)
+    return path.removeprefix(".")
+
+
+def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
+    """Rank an error by how far parsing got: depth in the value, then list index, then whether the type matched."""
+    last = detail["loc"][-1]
+    depth = sum(not str(step).startswith("<") for step in detail["loc"])  # the others are tags of `ByType`
+    return depth, last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
+
+
+def _short(name: str) -> str:
+    return shortened(name, 100)

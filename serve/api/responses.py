@@ -8,36 +8,23 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta
-from .answer import Measured, dumps, named_event, stats
+from .answer import dumps, json_response, named_event, respond
 from .chat import EncodedChat
 from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import json_response, respond
+from .metrics import Measured, stats
 from .received import client_of, key_of, models_of, receive
-from .responses_request import (
-    ID_PREFIXES,
-    Ended,
-    Item,
-    OutputCustomCall,
-    OutputFunctionCall,
-    OutputMessage,
-    OutputReasoning,
-    ResponsesRequest,
-    chat_request,
-    input_items,
-    sealed,
-)
-from .responses_tools import Functions
+from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
-from .stored import ResponseMemory, StoredItem, StoredResponse, stored_items
+from .stored import ID_PREFIXES, ResponseMemory, StoredItem, StoredResponse, stored_items
 
 
 class ResponsesUsage(Shape):
@@ -54,7 +41,7 @@ class ResponseObject(Measured):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Ended
+    status: Literal["completed", "incomplete"]
     background: Literal[False]
     error: None
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
@@ -62,7 +49,7 @@ class ResponseObject(Measured):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
+    output: list[Item]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None] | None
@@ -77,19 +64,9 @@ class ResponseObject(Measured):
     usage: ResponsesUsage
 
 
-class InputItem(Shape):
-    """An item from the client or an earlier response; its other fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    type: str
-    status: str
-
-
 class InputItemList(Shape):
     object: Literal["list"]
-    data: list[InputItem]
+    data: list[Item]
     first_id: str
     last_id: str
     has_more: bool
@@ -122,14 +99,15 @@ class PendingResponse(PendingParts):
 
     def __init__(self, call: Call, body: ResponsesRequest, chat: ChatRequest, functions: Functions, keep: Keep):
         """keep: stores the response, unless `store` is false."""
-        super().__init__(call, chat, body.max_output_tokens, functions.names)
-        self.body, self.functions, self.keep, self.stream_options = body, functions, keep, body.stream_options
+        super().__init__(call, chat, body.max_output_tokens, functions.names, body.stream_options)
+        self.body, self.functions = body, functions
+        self.keep = keep
         self._settings = _settings(body) | body.model_dump(include={"temperature", "top_p"})
         """Until the model is loaded, only what the client gave."""
         self._number = -1
         """The last event's; before the first, -1."""
         self._is_over = False
-        """Whether the last event was written. Another one in the buffer of a slow reader would confuse it."""
+        """Whether the last event was written, which may be in the buffer of a slow reader."""
 
     def answer(self, chat: EncodedChat) -> ResponseAnswer:
         params = chat.requests[0].params
@@ -320,10 +298,9 @@ async def responses(request: Request) -> Response:
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         earlier += before.items
-        is_long = received.is_long or before.nbytes >= limits.long_bytes
-        received = replace(received, size=received.size + before.nbytes, is_long=is_long)
+        received = replace(received, is_long=received.is_long or before.nbytes >= limits.long_bytes)
 
-    def translated() -> Callable[[Call], PendingResponse]:
+    def pending() -> Callable[[Call], PendingResponse]:
         new, functions = input_items(body), Functions(body.tools or ())
         if len(earlier) + len(new) > limits.containers:
             message = f"the conversation has more than {limits.containers} items; begin a new one"
@@ -337,7 +314,7 @@ async def responses(request: Request) -> Response:
         chat = chat_request(body, items, functions, limits)
         return lambda call: PendingResponse(call, body, chat, functions, keep)
 
-    return await respond(received, service, await received.in_turn(translated))
+    return await respond(received, service, await received.in_turn(pending))
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

@@ -1,21 +1,31 @@
-"""Requests and items of OpenAI's Responses API, and their translation to Chat Completions requests."""
+"""Requests, items and tools of OpenAI's Responses API, and their translation to Chat Completions requests."""
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 
+from ..chat import ToolCall
 from ..chat.history import PARAGRAPH
-from .conversation import EFFORTS, ChatExtensions, Turns, translated
+from .conversation import ChatExtensions, Names, Turns, translated
 from .limits import Limits
-from .responses_tools import AllowedChoices, ChosenTool, Functions, ResponsesTool, chosen, flat_name
-from .schema import BY_TYPE, Body, ChatRequest, EventFormat, Many, Media, OpenAIRequest, refuse_last_media, without_data
-
-Ended = Literal["completed", "incomplete"]
+from .schema import (
+    BY_TYPE,
+    BareTool,
+    Body,
+    ChatRequest,
+    EventFormat,
+    Many,
+    Media,
+    OpenAIRequest,
+    OwnTool,
+    refuse_last_media,
+    without_data,
+)
 
 
 class TextPart(Body):
@@ -35,8 +45,6 @@ ContentPart = Annotated[TextPart | RefusalPart | Media, BY_TYPE, BeforeValidator
 
 
 class GivenItem(Body):
-    """The fields of all input items."""
-
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -58,8 +66,6 @@ class CallOutputItem(GivenItem):
 
 
 class CallItem(GivenItem):
-    """The fields of both kinds of calls."""
-
     call_id: str
     name: str
     namespace: str | None = None
@@ -91,30 +97,6 @@ class ReasoningItem(GivenItem):
 
 
 Item = Annotated[MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem, BY_TYPE]
-
-
-class OutputMessage(MessageItem):
-    id: str
-    status: Ended
-    type: Literal["message"]
-
-
-class OutputReasoning(ReasoningItem):
-    id: str
-    status: Ended
-    summary: list[Any]
-    content: list[ThoughtText]
-
-
-class OutputFunctionCall(FunctionCallItem):
-    id: str
-    status: Ended
-    arguments: str
-
-
-class OutputCustomCall(CustomCallItem):
-    id: str
-    status: Ended
 
 
 class Reasoning(Body):
@@ -149,6 +131,52 @@ Included = Literal[
 ]
 
 
+class FunctionTool(OwnTool):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class CustomTool(OwnTool):
+    """A tool with free text as its input; the model sees a function with that text as its only argument."""
+
+    type: Literal["custom"]
+    format: dict[str, Any] | None = None
+
+
+FlatTool = FunctionTool | CustomTool
+
+
+class NamespaceTool(Body):
+    """Tools under a common name; Codex offers the tools of MCP servers this way."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[Annotated[FlatTool, BY_TYPE]]
+
+
+ResponsesTool = Annotated[FunctionTool | CustomTool | NamespaceTool | BareTool, BY_TYPE]
+
+
+class ChosenTool(Body):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": _flat_name(self.name, self.namespace)}}
+
+
+class AllowedChoices(Body):
+    """The tools that may be called. Those that OpenAI runs are ignored."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[Annotated[ChosenTool | BareTool, BY_TYPE]]
+
+
 class ResponsesRequest(ChatExtensions, OpenAIRequest):
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -173,6 +201,95 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
     client_metadata: dict[str, Any] | None = None
 
 
+_FIELDS = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    ".function": "",
+}
+
+
+def _choice(choice: str | ChosenTool | AllowedChoices | None) -> str | dict[str, Any] | None:
+    """Return `tool_choice` for Chat Completions."""
+    if isinstance(choice, ChosenTool):
+        return choice.function
+    if not isinstance(choice, AllowedChoices):
+        return choice
+    tools = [tool.function for tool in choice.tools if isinstance(tool, ChosenTool)]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+
+
+_CALLS = {"function": "function_call", "custom": "custom_tool_call"}
+_TEXT = {"properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+"""The parameters of a function that replaces a tool with text input."""
+
+
+class Functions:
+    """The functions that a model sees."""
+
+    def __init__(self, tools: Sequence[ResponsesTool] = ()):
+        """Leave out tools that OpenAI runs. Raises ApiError if that leaves none."""
+        self.functions: list[dict[str, Any]] = []
+        self.calls: dict[str, dict[str, Any]] = {}
+        """For each function, the item of a call of its tool, without the input."""
+        self.names = Names("input", _FIELDS, [])
+        for at, tool in enumerate(tools):
+            if isinstance(tool, NamespaceTool):
+                for inner in tool.tools:
+                    self._add(at, inner, tool.name)
+            elif not isinstance(tool, BareTool):
+                self._add(at, tool, None)
+        if tools and isinstance(hosted := tools[0], BareTool) and not self.functions:
+            raise hosted.refusal("OpenAI")
+
+    def _add(self, place: int, tool: FlatTool, namespace: str | None) -> None:
+        name = _flat_name(tool.name, namespace)
+        parameters = tool.parameters if isinstance(tool, FunctionTool) else {"type": "object", **_TEXT}
+        function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
+        if isinstance(tool, FunctionTool) and tool.strict:
+            function["strict"] = True
+        self.functions.append({"type": "function", "function": function})
+        self.names.tools.append(place)
+        self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
+        if namespace is not None:
+            self.calls[name]["namespace"] = namespace
+
+    def takes_text(self, call: ToolCall) -> bool:
+        """Return whether a call's input is text, which is not the JSON that the model writes."""
+        return call.name in self.calls and self.calls[call.name]["type"] == _CALLS["custom"]
+
+    def called(self, call: ToolCall) -> dict[str, Any]:
+        """Return the item of a call, without its id and status."""
+        item = self.calls.get(call.name, {"type": "function_call", "name": call.name})
+        text = {"input": _text_of(call.arguments)} if self.takes_text(call) else {"arguments": call.arguments}
+        return {"call_id": call.id, **item, **text}
+
+
+def _flat_name(name: str, namespace: str | None) -> str:
+    """Return a function's name that includes the tool's namespace."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"
+
+
+def _text_of(arguments: str) -> str:
+    """Return the text of a call of such a function, perhaps cut off, or all of `arguments` if a model wrote others."""
+    try:
+        values = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:  # half a surrogate pair
+        return arguments
+    text = values.get("input") if values else ""
+    return text if isinstance(text, str) else arguments
+
+
+def _description(tool: FlatTool) -> str | None:
+    """Return a tool's description, with the grammar of its input, which is not enforced here."""
+    form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
+    if not isinstance(definition := form.get("definition"), str):
+        return tool.description
+    grammar = f"The input follows this grammar ({form.get('syntax', 'lark')}):\n{definition}"
+    return "\n\n".join(filter(None, (tool.description, grammar)))
+
+
 _SEALED = "thought:"
 """Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
 
@@ -183,10 +300,12 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
-    asked: dict[str, Any] = {
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    fields: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
-        "tool_choice": chosen(body.tool_choice),
+        "tool_choice": _choice(body.tool_choice),
+        "reasoning_effort": None if effort == "none" else effort,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,
@@ -194,12 +313,9 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         "continue_final_message": _is_partial(items[-1]),
         **body.extensions(),
     }
-    effort = body.reasoning.effort if body.reasoning is not None else None
     if effort == "none":
-        asked["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
-    elif effort is not None:
-        asked["reasoning_effort"] = EFFORTS.get(effort, effort)
-    return translated(asked, functions.names, limits)
+        fields["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
+    return translated(fields, functions.names, limits)
 
 
 def _is_partial(item: Item) -> bool:
@@ -239,18 +355,14 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
             conversation.think(thought or _unsealed(item.encrypted_content))
         elif isinstance(item, CallOutputItem):
             conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
-        elif isinstance(item, CustomCallItem):
-            arguments = json.dumps({"input": item.input}, ensure_ascii=False)
-            conversation.call(item.call_id, flat_name(item.name, item.namespace), arguments)
-        elif isinstance(item, FunctionCallItem):
-            conversation.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
+        else:
+            arguments = {"input": item.input} if isinstance(item, CustomCallItem) else item.arguments
+            conversation.call(item.call_id, _flat_name(item.name, item.namespace), arguments)
     return conversation.messages
 
 
 def _text(content: str | Sequence[ContentPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return PARAGRAPH.join(map(_text_of_part, content))
+    return content if isinstance(content, str) else PARAGRAPH.join(map(_text_of_part, content))
 
 
 def _text_of_part(part: ContentPart) -> str:
@@ -268,26 +380,3 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         return form.model_dump(by_alias=True, include={"type", "schema_"}, exclude_none=True)
     schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
     return {"type": "json_schema", "json_schema": schema}
-
-
-ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
-
-
-def listed(item: Item, place: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it. place: the last part of its id if the client gave none."""
-    fields = item.model_dump(exclude_none=True)
-    kind = fields.setdefault("type", "message")
-    if kind == "message" and isinstance(fields["content"], str):
-        part = "output_text" if fields["role"] == "assistant" else "input_text"
-        fields["content"] = [{"type": part, "text": fields["content"]}]
-    for part in fields["content"] if kind == "message" else ():
-        if part["type"] == "output_text":
-            part.setdefault("annotations", [])
-    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}

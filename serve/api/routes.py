@@ -1,4 +1,4 @@
-"""The small routes: models, health, metrics, tokens, loading and unloading, and the web page."""
+"""The small routes: models, health, metrics, tokens, administration, and the web page."""
 
 from __future__ import annotations
 
@@ -9,24 +9,57 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
+from pydantic import Field
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from ..speculation import Mode, PolicyName
+from .answer import json_response, respond_encoded
 from .encoding import Encoder
 from .errors import ERRORS, ApiError, Shape, documented
-from .flow import json_response, respond_encoded
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
 from .models import ServerState
 from .received import models_of, receive, unless_disconnected
-from .schema import AdminRequest, DetokenizeRequest, SpeculationRequest, TokenizeRequest
+from .schema import Body, ChatMessage, Id, Many
 from .service import Service, State
 
 log = logging.getLogger("eagle_mlx.serve")
 router = APIRouter()
+
+
+class AdminRequest(Body):
+    """The model to load or unload."""
+
+    model: str
+
+
+class SpeculationRequest(AdminRequest):
+    """How a loaded model drafts from the next round on. Fields that are not given stay as they are."""
+
+    spec_decode: Mode | Literal["auto"] | None = None
+    """As in a request; `auto` uses everything that is loaded, as the policy allows."""
+    num_speculative_tokens: int | None = Field(None, ge=1, le=256)
+    spec_policy: PolicyName | None = None
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Many[Id]
+
+
 A = TypeVar("A", bound=AdminRequest)
 
 
@@ -144,8 +177,8 @@ async def spec_decode_metrics(request: Request, model: str | None = None) -> Res
 
 def _loaded(service: Service) -> Loaded:
     if service.loaded is None:
-        said = f"model {service.name!r} is not loaded; send it a request first"
-        raise ApiError(409, said, "model", "model_not_loaded")
+        message = f"model {service.name!r} is not loaded; send it a request first"
+        raise ApiError(409, message, "model", "model_not_loaded")
     return service.loaded
 
 
@@ -178,7 +211,7 @@ _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 @router.post("/admin/load", responses=documented(ModelInfo, *_ERRORS))
 async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
-    service, _ = await _asked(request, AdminRequest)
+    service, _ = await _admitted(request, AdminRequest)
     await unless_disconnected(request, models_of(request).loaded(service))
     return json_response(described(service))
 
@@ -186,7 +219,7 @@ async def load(request: Request) -> Response:
 @router.post("/admin/unload", responses=documented(ModelInfo, *_ERRORS, 409))
 async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
-    service, _ = await _asked(request, AdminRequest)
+    service, _ = await _admitted(request, AdminRequest)
     await models_of(request).unload(service)
     return json_response(described(service))
 
@@ -194,16 +227,17 @@ async def unload(request: Request) -> Response:
 @router.post("/admin/speculation", responses=documented(SpeculationSummary, *_ERRORS, 409))
 async def change_speculation(request: Request) -> Response:
     """Change what drafts by default, how much, and the policy, from the next round on. Text does not change."""
-    service, asked = await _asked(request, SpeculationRequest)
+    service, body = await _admitted(request, SpeculationRequest)
     loaded = _loaded(service)
-    await service.worker.between_steps(lambda: loaded.change_speculation(asked))
+    mode, most, policy = body.spec_decode, body.num_speculative_tokens, body.spec_policy
+    await service.worker.between_steps(lambda: loaded.change_speculation(mode, most, policy))
     now = speculation_summary(service.totals, loaded)
     drafters = " and ".join(now.spec_decode_drafters) or "nothing"
     log.info("model %s: %s drafts, up to %d tokens, policy %s", service.name, drafters, now.current_k, now.spec_policy)
     return json_response(now)
 
 
-async def _asked(request: Request, kind: type[A]) -> tuple[Service, A]:
+async def _admitted(request: Request, kind: type[A]) -> tuple[Service, A]:
     """Return the model and the body. Raises ApiError 403 for clients that are not the administrator."""
     settings = models_of(request).settings
     if settings.api_key is None and not settings.is_local:
@@ -218,11 +252,8 @@ async def _asked(request: Request, kind: type[A]) -> tuple[Service, A]:
 @router.post("/v1/embeddings", include_in_schema=False)
 async def embeddings() -> None:
     """Raise ApiError 501."""
-    said = (
-        "this server has no embedding model. Run another server for embeddings, such as llama.cpp's "
-        "`llama-server --embedding`, and give clients its address"
-    )
-    raise ApiError(501, said, code="embeddings_not_supported")
+    remedy = "run another server for embeddings, such as llama.cpp's `llama-server --embedding`"
+    raise ApiError(501, f"this server has no embedding model; {remedy}", code="embeddings_not_supported")
 
 
 class Tokens(Shape):

@@ -7,30 +7,35 @@ from collections.abc import Hashable
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from eagle_mlx.sampling_params import Acceptance
 
 from .. import log_once
-from ..speculation import Mode, PolicyName
+from ..speculation import Mode
 from .errors import ApiError
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-"""A token id. The engine checks it against the vocabulary."""
-
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
-"""Tiers that OpenAI's clients may request. This server has one."""
+"""Tiers that OpenAI's clients may request. This server has only the default one."""
 SERVICE_TIER = "default"
-"""The tier in answers."""
 
 
 def _biases(value: object) -> object:
-    """Stop at the first invalid entry, because a list of all could be long."""
+    """Check the entries up to the first invalid one, because a list of all could be long."""
     for key, bias in value.items() if isinstance(value, dict) else ():
         if not re.fullmatch("[0-9]{1,10}", key):
             raise ValueError(f"the keys must be token ids, not {key[:40]!r}")
@@ -40,7 +45,7 @@ def _biases(value: object) -> object:
 
 
 class Body(BaseModel):
-    """A request body, or a part of one. `validation.read` ignores unknown fields."""
+    """A request body, or a part of one. `received.read` ignores unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -103,21 +108,6 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     """With `json_object`, as llama.cpp accepts it and older versions of instructor send it."""
-
-
-class AdminRequest(Body):
-    """The model to load or unload."""
-
-    model: str
-
-
-class SpeculationRequest(AdminRequest):
-    """How a loaded model drafts from the next round on. Fields that are not given stay as they are."""
-
-    spec_decode: Mode | Literal["auto"] | None = None
-    """As in a request; `auto` uses everything that is loaded, as the policy allows."""
-    num_speculative_tokens: int | None = Field(None, ge=1, le=256)
-    spec_policy: PolicyName | None = None
 
 
 class Extensions(Body):
@@ -230,8 +220,6 @@ class CompletionRequest(ChoicesRequest):
 
 
 class MessagePart(Body):
-    """A piece of a message."""
-
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
@@ -332,6 +320,37 @@ class Tool(Body):
     cache_control: Any = None
 
 
+class OwnTool(Body):
+    """The fields of a tool that the client runs, in the Messages and Responses APIs."""
+
+    name: ToolName
+    description: str | None = None
+    strict: bool | None = None
+    # Ignored: all tools are in the prompt.
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class BareTool(BaseModel):
+    """A tool without a schema. Its other fields have no effect here and may be anything."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
+
+    type: str
+    name: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_other_fields(cls, tool: object) -> object:
+        return {key: tool[key] for key in cls.model_fields if key in tool} if isinstance(tool, dict) else tool
+
+    def refusal(self, owner: str) -> ApiError:
+        """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""
+        message = f"tools[0].type: {self.type[:60]} runs on {owner}'s servers; give tools that the client runs"
+        return ApiError(400, message, "tools[0].type")
+
+
 class FunctionName(Body):
     name: str
 
@@ -365,10 +384,9 @@ class ChatRequest(ChoicesRequest):
     """Continue the last message, of the assistant, instead of beginning another."""
     add_generation_prompt: bool | None = None
     modalities: Many[Literal["text"]] | None = None
+    # For templates that use them.
     reasoning_effort: str | None = None
-    """For templates that use it."""
     verbosity: Literal["low", "medium", "high"] | None = None
-    """For templates that use it."""
     audio: None = None
     prediction: None = None
     functions: None = None
@@ -379,17 +397,3 @@ class ChatRequest(ChoicesRequest):
     def most_tokens(self) -> int | None:
         """The limit on answer tokens, under its newer or older name."""
         return self.max_completion_tokens or self.max_tokens
-
-
-class TokenizeRequest(Body):
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: Literal[True] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: Many[Id]

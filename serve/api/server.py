@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from math import inf
+from operator import itemgetter
 from time import monotonic
 from types import FrameType
 from typing import Any, Literal
@@ -23,15 +24,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle_mlx.errors import ConfigError
 
-from . import chat, completions, metrics, routes, schema
+from . import chat, completions, messages, metrics, responses, routes, schema
 from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits
-from .messages import router as messages
-from .messages_request import CountTokensRequest, MessagesRequest
 from .models import Models
 from .options import check_trusted
-from .responses import router as responses
 from .responses_request import ResponsesRequest
 from .stored import ResponseMemory
 
@@ -39,13 +37,13 @@ _BODIES: dict[str, type[schema.Body]] = {
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/completions": schema.CompletionRequest,
     "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": schema.TokenizeRequest,
-    "/detokenize": schema.DetokenizeRequest,
-    "/admin/load": schema.AdminRequest,
-    "/admin/unload": schema.AdminRequest,
-    "/admin/speculation": schema.SpeculationRequest,
+    "/v1/messages": messages.MessagesRequest,
+    "/v1/messages/count_tokens": messages.CountTokensRequest,
+    "/tokenize": routes.TokenizeRequest,
+    "/detokenize": routes.DetokenizeRequest,
+    "/admin/load": routes.AdminRequest,
+    "/admin/unload": routes.AdminRequest,
+    "/admin/speculation": routes.SpeculationRequest,
 }
 
 
@@ -85,8 +83,8 @@ def create_app(models: Models) -> FastAPI:
     app.state.registry = CollectorRegistry(auto_describe=False)
     app.state.registry.register(metrics.ServerCollector(models))
     add_handlers(app)
-    for router in (chat.router, completions.router, responses, messages, routes.router):
-        app.include_router(router)
+    for module in (chat, completions, responses, messages, routes):
+        app.include_router(module.router)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, keys=settings.api_key.split())
     if settings.allow_origin:  # before the key check: browsers send preflight requests without a key
@@ -228,8 +226,8 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
             kept.append((seconds, connection))
     surplus = len(kept) - limits.connections
     if surplus > 0:
-        idle = [each for each in kept if each[1].between_requests]
-        for _, connection in sorted(idle, key=lambda each: each[0], reverse=True)[:surplus]:
+        idle = [(seconds, connection) for seconds, connection in kept if connection.between_requests]
+        for _, connection in sorted(idle, key=itemgetter(0), reverse=True)[:surplus]:
             connection.transport.abort()
 
 
@@ -265,13 +263,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.models: Models = app.state.models
         self._say = say
-        self._announced = self._abandoned = False
-        self._end: float | None = None
+        self._end = inf
         """When requests in progress must have finished."""
-        self._draining = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        seconds = self.models.settings.drain_seconds if self._end is None else 0.0
+        seconds = 0.0 if self.models.draining else self.models.settings.drain_seconds
         self._end = monotonic() + seconds
         self.models.draining = True
 
@@ -279,37 +275,40 @@ class Server(uvicorn.Server):
         """Serve until a model fails, or until the drain after a signal is over."""
         async with asyncio.TaskGroup() as tasks:
             addresses = " ".join(map(address, sockets or []))  # now: a server that stops early closes its sockets
-            watch = tasks.create_task(self._watch(addresses))
+            watching = [tasks.create_task(self._watch(addresses)), tasks.create_task(self._drain())]
             await super().serve(sockets)
-            watch.cancel()
+            for task in watching:
+                task.cancel()
 
     async def _watch(self, addresses: str) -> None:
-        """Check for startup, failures, stuck steps, drain and overdue connections."""
+        """Check for startup, failures, stuck steps and overdue connections."""
+        is_announced = False
         while True:
-            if self.models.state == "ready" and not self._announced:
-                self._announced = True
+            if self.models.state == "ready" and not is_announced:
+                is_announced = True
                 self._say(f"ready: {addresses}")
             for service in self.models.services.values():
                 service.watchdog.check()
-            if self.models.failure is not None:
-                self.should_exit = True
-            elif self._end is not None:
-                self._drain(monotonic())
+            self.should_exit |= self.models.failure is not None
             close_overdue(set(self.connections), self.models.settings.limits, monotonic())
             await asyncio.sleep(_WATCH_SECONDS)
 
-    def _drain(self, now: float) -> None:
-        assert self._end is not None
-        if not self._draining:
-            self._draining = True
-            log.info("draining: no new requests; those in progress have %.0f s", max(0.0, self._end - now))
-        if self.models.idle or now > self._end + _ABORT_SECONDS:
-            self.should_exit = True
-        elif now > self._end and not self._abandoned:
-            self._abandoned = True
+    async def _drain(self) -> None:
+        """After a signal, wait for requests in progress, end those that remain, and exit."""
+        await _until(lambda: self.models.draining)
+        log.info("draining: no new requests; those in progress have %.0f s", max(0.0, self._end - monotonic()))
+        await _until(lambda: self.models.idle or monotonic() > self._end)
+        if not self.models.idle:
             log.info("drain time is over; ending the remaining requests with an error")
             for service in self.models.services.values():
                 service.worker.abort_all("the server is shutting down")
+        await _until(lambda: self.models.idle or monotonic() > self._end + _ABORT_SECONDS)
+        self.should_exit = True
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(_WATCH_SECONDS)
 
 
 def address(sock: socket.socket) -> str:

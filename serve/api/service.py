@@ -1,10 +1,12 @@
-"""A served model: its worker, admission, requests in progress, and totals."""
+"""A served model: its worker and watchdog, admission, requests in progress, and totals."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import secrets
+import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -19,11 +21,52 @@ from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
-from .job import Job, RequestEvent
 from .model import Loaded
 from .options import Settings
-from .watchdog import Watchdog
-from .worker import Worker
+from .worker import Job, RequestEvent, Worker
+
+log = logging.getLogger("eagle_mlx.serve")
+_READING = 10
+"""How many times as long a step may take if it reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
+
+
+class Watchdog:
+    """Reports work of a worker's thread that does not return. Belongs to the event loop."""
+
+    def __init__(self, worker: Worker, name: str, seconds: float, exits: bool):
+        """seconds: the limit of a step, or of work between steps; 0 for none. exits: whether to end the process."""
+        self._worker, self._name = worker, name
+        self._seconds, self._exits = seconds, exits
+        self.stuck = False
+        """Whether the present work has exceeded the limit."""
+        self._work: tuple[float, bool] | None = None
+        self._reads = False
+
+    def check(self) -> None:
+        """Report the present work if it exceeds the limit. Call this regularly; work is reported once."""
+        worker, work = self._worker, self._worker.work
+        if work != self._work:
+            if self.stuck:
+                log.warning("model %s: the step has returned after all", self._name)
+            self._work = work
+            self._reads = self.stuck = False
+        loaded = worker.loaded
+        if work is None or loaded is None or self.stuck or not self._seconds:
+            return
+        began, is_step = work
+        self._reads |= is_step and bool(loaded.engine.admission.prefilling)
+        limit = self._seconds * (_READING if self._reads else 1)
+        if worker.clock() - began <= limit:
+            return
+        self.stuck = True
+        reason = f"{'a step' if is_step else 'work between steps'} of the engine has not returned for {limit:g} s"
+        with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a real file
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            log.error("model %s: %s; the stacks of all threads:\n%s", self._name, reason, file.read())
+        if self._exits:
+            worker.end_process(f"{reason}; the server restarts")
+
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""
@@ -49,7 +92,6 @@ class Totals:
 
     rounds: int = 0
     plain_rounds: int = 0
-    """Rounds without any drafts."""
     row_rounds: int = 0
     """Rounds counted per request: target forwards as a request sees them."""
     drafts: int = 0
@@ -68,12 +110,10 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     requests: Counter[str] = field(default_factory=Counter)
-    """Requests by how they ended."""
     first_token: Histogram = field(default_factory=Histogram)
     whole: Histogram = field(default_factory=Histogram)
 
     def observe(self, result: RoundResult) -> None:
-        """Count a round."""
         drafted, accepted, draft_seconds = sum(result.drafted), result.kept, result.draft_seconds or 0.0
         self.rounds += 1
         self.plain_rounds += drafted == 0
@@ -97,7 +137,6 @@ class Totals:
                 self.accepted_by_position[position] += 1
 
 
-log = logging.getLogger("eagle_mlx.serve")
 _RESERVED_SHARE = 8
 """One in this many slots is reserved for clients without requests, so that no client can take all slots."""
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -105,8 +144,6 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded."""
-
     name: str
     load: Callable[[], Loaded]
     """Raises EagleError if the model is not available."""
@@ -149,7 +186,6 @@ class Service:
 
     @property
     def running(self) -> int:
-        """Engine requests that are decoding."""
         return self.engine.active if self.engine else 0
 
     @property
@@ -168,10 +204,7 @@ class Service:
         return self.engine.target.rank_waits if self.engine else ()
 
     def admit(self, count: int, client: str = "") -> Call:
-        """Admit an HTTP request that needs `count` slots. It keeps the model from being unloaded.
-
-        Raises ApiError 429 if the queue is full, 400 if `count` exceeds all slots.
-        """
+        """Admit an HTTP request that needs `count` slots. The model stays loaded for it. Raises ApiError 400 or 429."""
         slots = self.source.max_batch + self.settings.limits.queue
         if count > slots:
             raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
@@ -206,63 +239,58 @@ class Call(Job):
         self.arrived = perf_counter()
         self.first_token: float | None = None
         self.outputs: list[Output] = []
-        """Those that have ended."""
         self.failed = False
         self.beginning: asyncio.Future[Any] | None = None
         """The task that prepares the requests."""
-        self._closed = False
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float) -> None:
         """answer_seconds: time limit of each request, from its first token."""
-        self.requests, self.unfinished, self.answer_seconds = requests, len(requests), answer_seconds
+        self.requests, self.unfinished = requests, len(requests)
+        self.answer_seconds = answer_seconds
         self.service.worker.submit(self)
 
     def waits_for(self) -> str | None:
         """Return what an answer without output waits for, its turn or its prompts; None if that takes one step.
 
-        This does not wait for the engine, so it may be a step old. Counts of tokens would reveal prefix cache hits.
+        Without `cache_report`, it has no counts of tokens, which would reveal prefix cache hits.
         """
         if (engine := self.service.engine) is None:
             return None
         if begun := [request for request in self.requests if request.counts.read_tokens]:
-            read, prompts = sum(each.counts.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
-            is_long = any(len(each.prompt) - 1 > engine.prefill_chunk for each in begun)
-            counts = f", {read} of {prompts} tokens" if self.service.settings.cache_report else ""
-            return f"reading the prompt{counts}" if is_long else None
+            prompts = [len(request.prompt) for request in begun]
+            read = sum(request.counts.read_tokens for request in begun)
+            counts = f", {read} of {sum(prompts)} tokens" if self.service.settings.cache_report else ""
+            return f"reading the prompt{counts}" if max(prompts) > engine.prefill_chunk + 1 else None
         places = [place for place in map(engine.before, self.requests) if place is not None]
         return f"waiting, {min(places)} request{'' if min(places) == 1 else 's'} before this one" if places else None
 
     async def events(self) -> list[RequestEvent]:
         """Return the pending events of its requests, at least one."""
-        found = await super().events()
-        if self.first_token is None and any(event.tokens for event in found):
+        events, totals = await super().events(), self.service.totals
+        if self.first_token is None and any(event.tokens for event in events):
             self.first_token = perf_counter()
-            self.service.totals.first_token.add(self.first_token - self.arrived)
-        ended = [event.output for event in found if event.output is not None]
-        self.outputs += ended
-        for output in ended:
-            self.service.totals.prompt_tokens += output.prompt_tokens
-            self.service.totals.cached_tokens += output.cached_tokens
+            totals.first_token.add(self.first_token - self.arrived)
+        for output in filter(None, (event.output for event in events)):
+            self.outputs.append(output)
+            totals.prompt_tokens += output.prompt_tokens
+            totals.cached_tokens += output.cached_tokens
         if self.service.settings.cache_report:
-            return found
-        return [replace(event, output=event.output and replace(event.output, cached_tokens=0)) for event in found]
+            return events
+        return [replace(event, output=event.output and replace(event.output, cached_tokens=0)) for event in events]
 
     def close(self) -> None:
         """Free its slots, and cancel requests that have not ended."""
-        if self._closed:
-            return
-        self._closed = True
         if self.beginning is not None:
             self.beginning.cancel()
-        how = "refused"
+        outcome = "refused"
         if self.requests:
-            how = "cancelled" if self.unfinished else "failed" if self.failed else "finished"
+            outcome = "cancelled" if self.unfinished else "failed" if self.failed else "finished"
             self.service.worker.cancel(self)
         seconds = perf_counter() - self.arrived
-        self.service.totals.requests[how] += 1
+        self.service.totals.requests[outcome] += 1
         self.service.totals.whole.add(seconds)
         if self.service.settings.log_requests:
-            log.info("request %s to model %s %s: %s", self.id, self.service.name, how, self._summary(seconds))
+            log.info("request %s to model %s %s: %s", self.id, self.service.name, outcome, self._summary(seconds))
         self.service.release(self)
 
     def _summary(self, seconds: float) -> str:

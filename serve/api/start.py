@@ -49,7 +49,7 @@ def configs_of(options: ServeOptions) -> dict[str, LoadConfig]:
     """Return the configs by model name. Raises ConfigError if the file of models is invalid."""
     if options.models is None:
         name = None if options.model.target is None else str(options.model.target)
-        return {options.server.served_model_name or served_name(name): options.model.resolved()}
+        return {options.served_model_name or served_name(name): options.model.resolved()}
     configs = read_models(options.models)
     if sharded := [name for name, config in configs.items() if config.loading.shard != "none"]:
         raise ConfigError(f"{options.models}: {sharded[0]} has a shard; serve that model alone, with --target")
@@ -78,13 +78,13 @@ _SWITCH_SECONDS = 0.001
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
     gc.freeze()  # imported modules stay, so collections need not visit them while others wait
     sys.setswitchinterval(_SWITCH_SECONDS)
-    sock = listen(options.server.host, options.server.port)
+    sock = listen(options.host, options.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])
-        settings = replace(settings, hosts=hosts_of(sock, options.server.allowed_host), is_local=is_local)
+        settings = replace(settings, hosts=hosts_of(sock, options.allowed_host), is_local=is_local)
         models = _models(configs, settings, options)
         if settings.api_key is None and not is_local:
-            say(f"note: anyone who can reach {options.server.host} can use this server; to prevent that, set --api-key")
+            say(f"note: anyone who can reach {options.host} can use this server; to prevent that, set --api-key")
         server = Server(create_app(models), say)
         server.run(sockets=[sock])
         if models.failure is not None:

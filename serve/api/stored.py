@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .answer import dumps
 from .errors import ApiError
-from .responses_request import Item, listed
+from .responses_request import Item
 
 _ITEM_BYTES = 300
 """Memory of a stored item besides its JSON: three objects, and the id."""
@@ -17,6 +17,14 @@ _RESPONSE_BYTES = 1000
 """Memory of a stored response besides its items and its JSON, at most."""
 _MOST_ITEMS = 100
 """Maximum items per page, as in OpenAI's API."""
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 
 class StoredItem(NamedTuple):
@@ -24,14 +32,27 @@ class StoredItem(NamedTuple):
     json: bytes
     """The item as OpenAI lists it."""
 
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> StoredItem:
+        return cls(item["id"], dumps(item).encode())
+
 
 def stored_items(items: Sequence[Item], place: str) -> list[StoredItem]:
     """Return input items to store. place: the last part of their ids, if the client gave none."""
-    return [_stored(listed(item, f"{place}_{index}")) for index, item in enumerate(items)]
+    return [StoredItem.of(_listed(item, f"{place}_{index}")) for index, item in enumerate(items)]
 
 
-def _stored(item: Mapping[str, Any]) -> StoredItem:
-    return StoredItem(str(item["id"]), dumps(item).encode())
+def _listed(item: Item, place: str) -> dict[str, Any]:
+    """Return an item as OpenAI lists it."""
+    fields = item.model_dump(exclude_none=True)
+    kind = fields.setdefault("type", "message")
+    if kind == "message" and isinstance(fields["content"], str):
+        part = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [{"type": part, "text": fields["content"]}]
+    for part in fields["content"] if kind == "message" else ():
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
+    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,7 @@ class StoredResponse:
     @classmethod
     def of(cls, response: Mapping[str, Any], before: Sequence[StoredItem], client: str) -> StoredResponse:
         """before: the conversation without the response."""
-        outputs, json = list(map(_stored, response["output"])), dumps(response).encode()
+        outputs, json = list(map(StoredItem.of, response["output"])), dumps(response).encode()
         items = (*before, *outputs)
         nbytes = _RESPONSE_BYTES + len(json) + sum(len(item.json) + _ITEM_BYTES for item in items)
         return cls(json, items, len(outputs), client, nbytes)
@@ -107,13 +128,10 @@ class ResponseMemory:
         return stored
 
     def delete(self, id: str, param: str | None = None) -> StoredResponse:
-        """Remove and return a stored response. Raises ApiError as `get` does."""
         if id not in self._responses:
-            message = (
-                f"response {id[:100]!r} is not stored: it was sent with store false, was deleted, or is too old (the "
-                f"server keeps {self.most} responses, at most {self.most_bytes >> 20} MB). Send the conversation as "
-                "input"
-            )
+            kept = f"the server keeps {self.most} responses, at most {self.most_bytes >> 20} MB"
+            why = f"it was sent with store false, was deleted, or is too old ({kept})"
+            message = f"response {id[:100]!r} is not stored: {why}. Send the conversation as input"
             code = "response_not_found" if param is None else "previous_response_not_found"
             raise ApiError(404 if param is None else 400, message, param, code)  # as in OpenAI's API
         stored = self._responses.pop(id)

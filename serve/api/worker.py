@@ -1,4 +1,4 @@
-"""The thread that loads and owns a model's engine. Requests arrive through a queue; events return to the event loop."""
+"""The thread that loads and owns a model's engine. Jobs arrive through a queue; events return to the event loop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread, Timer
 from time import perf_counter
@@ -21,11 +22,10 @@ import mlx.core as mx
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, RanksError
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import TokenLogprob
+from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
-from .job import Job, RequestEvent
 from .model import Loaded
 
 log = logging.getLogger("eagle_mlx.serve")
@@ -33,21 +33,75 @@ T = TypeVar("T")
 _DIED = "the engine's thread died"
 
 TIME = "time"
-"""The cutoff of a request that took too long (`Output.cut_off`)."""
+"""`Output.cut_off` of a request that took too long."""
 _EXIT_SECONDS = 4.0
 """Time to send errors after the engine is lost; then the process exits."""
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 
 
+@dataclass(frozen=True)
+class RequestEvent:
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+    """One per token, if requested."""
+    output: Output | None = None
+    """The complete output once the request has ended."""
+    from_draft: bytes | bytearray = b""
+    """A byte for each token: 1 if it is an accepted draft token."""
+
+    def part(self, part: slice) -> RequestEvent:
+        """Return an event of some of the tokens; the last part has the output."""
+        output = self.output if part.stop >= len(self.tokens) else None
+        return RequestEvent(self.index, self.tokens[part], self.logprobs[part], output, self.from_draft[part])
+
+
+@dataclass(eq=False)
+class Job:
+    """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
+
+    deadline: float
+    """When they must have ended, by the worker's clock."""
+    unfinished: int
+    """Requests that have not ended, including those not created yet."""
+    requests: Sequence[RequestState] = ()
+    answer_seconds: float = inf
+    """Limit of each, from its first token to its end."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
+    _ended: set[int] = field(default_factory=set)
+
+    def report(self, event: RequestEvent) -> None:
+        if event.index in self._ended:
+            return
+        if event.output is not None:
+            self._ended.add(event.index)
+            self.unfinished -= 1
+        self.begun.set()
+        self._events.put_nowait(event)
+
+    def fail(self, reason: str) -> None:
+        """End its requests with an error, except those that have ended."""
+        for index, request in enumerate(self.requests):
+            request.fail(reason)
+            self.report(RequestEvent(index, (), output=request.output(None)))
+
+    async def events(self) -> list[RequestEvent]:
+        """Return all pending events, at least one; a slow reader gets more at a time."""
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+
 @dataclass(eq=False)
 class _Slot:
-    """A request in the engine, and how many of its tokens have been reported."""
+    """A request in the engine."""
 
     request: RequestState
     job: Job
     index: int
     deadline: float
-    """When to end the request with the output so far."""
     reported: int = 0
 
 
@@ -57,7 +111,7 @@ class Worker:
     The thread stays and loads the model again after unloading: MLX 0.32 keeps an internal thread for each thread that
     has computed on a CPU, even after it ended.
 
-    Call all methods from the event loop's thread. `load` runs in the worker's; its error is kept in `failure`.
+    Call all methods from the event loop's thread.
     """
 
     def __init__(self, load: Callable[[], Loaded], observer: Callable[[RoundResult], None]):
@@ -76,7 +130,6 @@ class Worker:
         self.failure: BaseException | None = None
         """The error of the last load or of the engine."""
         self.clock: Callable[[], float] = perf_counter
-        """The clock, in seconds, for time limits."""
         self.work: tuple[float, bool] | None = None
         """When the present work of the thread began, by the clock, and whether it is a step; None while it waits."""
 
@@ -97,11 +150,10 @@ class Worker:
         """Queue a job's requests. Those that have already ended are reported at once."""
         for index, request in enumerate(job.requests):
             if request.finish_reason is not None:
-                job.report(RequestEvent(index, [], [], request.output(None)))
+                job.report(RequestEvent(index, (), output=request.output(None)))
         self._put(lambda: self._submit(job), job.fail)
 
     def cancel(self, job: Job) -> None:
-        """Cancel the unfinished requests of a job."""
 
         def change(engine: Engine) -> None:
             for request in job.requests:
@@ -112,16 +164,16 @@ class Worker:
 
     async def score(self, pieces: Iterator[list[TokenLogprob]]) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt, piece by piece between steps. Raises ApiError 500."""
-        found: list[TokenLogprob] = []
+        scores: list[TokenLogprob] = []
         try:
             while (piece := await self.between_steps(lambda: next(pieces, None))) is not None:
-                found += piece
+                scores += piece
         except ApiError:
             raise
         except Exception as e:
             log.exception("a prompt could not be scored")
             raise ApiError(500, f"the prompt could not be scored: {type(e).__name__}") from e
-        return found
+        return scores
 
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine's thread and return its result. Raises its errors, and ApiError 500."""
@@ -138,7 +190,11 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread after its current step; use `join` to wait."""
-        self._put(lambda: setattr(self, "_stopped", True))
+
+        def end() -> None:
+            self._stopped = True
+
+        self._put(end)
 
     def join(self) -> None:
         """Wait briefly for the thread, and close the model."""
@@ -209,7 +265,9 @@ class Worker:
             self.failure = e
             if self.slots:
                 log.exception(_DIED)
-            self._fail_slots(_DIED)
+            jobs, self.slots = {slot.job for slot in self.slots}, []
+            for job in jobs:
+                self._call(partial(job.fail, _DIED))
         finally:
             self.loaded = self.work = None
             _close(loaded)
@@ -231,11 +289,6 @@ class Worker:
             except Exception:  # the requests in the step have ended; the others continue
                 log.exception("an engine step failed; its requests end with an error")
             self._publish(engine)
-
-    def _fail_slots(self, why: str) -> None:
-        jobs, self.slots = {slot.job for slot in self.slots}, []
-        for job in jobs:
-            self._call(partial(job.fail, why))
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -269,20 +322,16 @@ class Worker:
     def _publish(self, engine: Engine) -> None:
         """Report all changes with one wakeup of the event loop."""
         events: list[tuple[Job, RequestEvent]] = []
-        ended = False
         for slot in self.slots:
             request, before = slot.request, slot.reported
             slot.reported = len(request.tokens)
-            done = request.finish_reason is not None
-            ended |= done
             if slot.reported and not before:
                 slot.deadline = min(slot.deadline, self.clock() + slot.job.answer_seconds)
-            if done or slot.reported > before:
-                output = engine.output(request) if done else None
-                new = RequestEvent(slot.index, request.tokens[before:], request.logprobs[before:], output)
-                events.append((slot.job, new))
-        if ended:
-            self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
+            output = engine.output(request) if request.finish_reason is not None else None
+            if output is not None or slot.reported > before:
+                new, drafted = request.tokens[before:], request.from_draft[before:]
+                events.append((slot.job, RequestEvent(slot.index, new, request.logprobs[before:], output, drafted)))
+        self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
 
         def deliver() -> None:
             for job, event in events:
@@ -292,7 +341,6 @@ class Worker:
             self._call(deliver)
 
     def _call(self, work: Callable[[], object]) -> None:
-        """Run work in the event loop."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(work)
 
@@ -318,7 +366,6 @@ def _exit_soon() -> None:
 
 
 def _free_memory() -> None:
-    """Return the memory of an unloaded model to the system."""
     gc.collect()  # models and engines have reference cycles
     mx.clear_cache()
 

@@ -21,7 +21,7 @@ from eagle_mlx.serve.api import received
 from eagle_mlx.serve.api.encoding import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.validation import B
+from eagle_mlx.serve.api.received import B
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 

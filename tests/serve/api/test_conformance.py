@@ -13,7 +13,7 @@ from openai.types import CompletionUsage
 from openai.types.responses import ResponseItemList
 
 from eagle_mlx.serve.api.loader import load
-from eagle_mlx.serve.api.messages_request import KNOWN_TOOLS
+from eagle_mlx.serve.api.messages import KNOWN_TOOLS
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder

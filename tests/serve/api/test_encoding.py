@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from eagle_mlx.serve.api import encoding
-from eagle_mlx.serve.api.encoding import encode
+from eagle_mlx.serve.api.encoding import Encoder
 from tests.fakes import embedded_tokenizer
 from tests.full import in_full
 
@@ -100,7 +100,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(tokenizer: TokenizerWrapper, n
     text = TEXTS[name]
     assert len(text) >= 2 * PIECE
     for special in (False, True):
-        assert encode(tokenizer, text, special, lambda: None) == tokenizer.encode(text, add_special_tokens=special)
+        assert Encoder(tokenizer, lambda: None)(text, special) == tokenizer.encode(text, add_special_tokens=special)
 
 
 @pytest.mark.parametrize("name", ["code", "parts", "chinese"])
@@ -115,6 +115,6 @@ def test_a_text_is_encoded_in_pieces(name: str) -> None:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        encode(tokenizer, TEXTS[name], False, check)
-    encode(tokenizer, TEXTS[name], False, check)
+        Encoder(tokenizer, check)(TEXTS[name], False)
+    Encoder(tokenizer, check)(TEXTS[name], False)
     assert calls - 3 >= len(TEXTS[name]) // PIECE

@@ -15,14 +15,12 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import EncodedChat
 from eagle_mlx.serve.api.conversation import PendingParts
-from eagle_mlx.serve.api.job import RequestEvent
-from eagle_mlx.serve.api.messages import PendingMessage
-from eagle_mlx.serve.api.messages_request import MessagesRequest
+from eagle_mlx.serve.api.messages import MessagesRequest, PendingMessage
 from eagle_mlx.serve.api.responses import PendingResponse
-from eagle_mlx.serve.api.responses_request import ResponsesRequest
-from eagle_mlx.serve.api.responses_tools import Functions
+from eagle_mlx.serve.api.responses_request import Functions, ResponsesRequest
 from eagle_mlx.serve.api.schema import ChatRequest
 from eagle_mlx.serve.api.service import Call, ModelSource, Service
+from eagle_mlx.serve.api.worker import RequestEvent
 from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from tests.full import some
 from tests.serve.api.live import loaded_format, wide
@@ -54,7 +52,7 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
     while at < len(tokens):
         size = sizes[index % len(sizes)]
         at, index = at + size, index + 1
-        events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
+        events.append(RequestEvent(0, tokens[at - size : at], output=output if at >= len(tokens) else None))
     asked = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
     call = Call(Service(wide(), ModelSource("tiny", lambda: chat.loaded)), 1, "")

@@ -17,10 +17,9 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.errors import ApiError
-from eagle_mlx.serve.api.job import Job
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import Settings
-from eagle_mlx.serve.api.worker import Worker
+from eagle_mlx.serve.api.worker import Job, Worker
 from tests.serve.api.live import Live, engine, live, wide
 
 LIMIT = Settings().stuck_seconds
