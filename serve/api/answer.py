@@ -107,7 +107,8 @@ class Answer(ABC):
     """The answer to engine requests."""
 
     def __init__(self, pending: PendingAnswer, requests: Sequence[RequestState]):
-        self.pending, self.call, self.requests = pending, pending.call, requests
+        self.pending, self.requests = pending, requests
+        self.call = pending.call
 
     @abstractmethod
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:

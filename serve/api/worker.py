@@ -154,7 +154,6 @@ class Worker:
         self._put(lambda: self._submit(job), job.fail)
 
     def cancel(self, job: Job) -> None:
-
         def change(engine: Engine) -> None:
             for request in job.requests:
                 engine.cancel(request)
