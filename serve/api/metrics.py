@@ -170,6 +170,7 @@ class SpeculationSummary(Shape):
     total_fallback_steps: int
     """Steps without drafts."""
     total_proposed: int
+    """Draft tokens."""
     total_accepted: int
     """Draft tokens that were accepted and emitted."""
     total_bonus_tokens: int

@@ -24,6 +24,9 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-extensions",
+    "--renderer-process-limit=1",
+    "--disable-features=SpareRendererForSitePerProcess,BackForwardCache",
     "--remote-debugging-pipe",
 )
 
@@ -31,7 +34,7 @@ FLAGS = (
 def chromium() -> str | None:
     """Return Chromium's path, or None if there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Page:
@@ -40,7 +43,7 @@ class Page:
     def __init__(self, commands: int, answers: int):
         self._commands, self._answers = commands, answers
         self._buffer = b""
-        self._asked = 0
+        self._calls = 0
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
         """All requests, messages and errors."""
@@ -51,14 +54,15 @@ class Page:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command; return its answer."""
-        self._asked += 1
-        asked = {"id": self._asked, "method": method, "params": params}
-        os.write(self._commands, json.dumps(asked | ({"sessionId": self._session} if self._session else {})).encode())
-        os.write(self._commands, b"\0")
+        self._calls += 1
+        command: dict[str, Any] = {"id": self._calls, "method": method, "params": params}
+        if self._session:
+            command["sessionId"] = self._session
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
         until = time.monotonic() + 30
         while True:
             message = self._next(until)
-            if message.get("id") == self._asked:
+            if message.get("id") == self._calls:
                 assert "error" not in message, f"{method}: {message['error']['message']}"
                 result: dict[str, Any] = message["result"]
                 return result
@@ -73,8 +77,8 @@ class Page:
             assert read, "the browser has ended"
             self._buffer += read
         message, _, self._buffer = self._buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        event: dict[str, Any] = json.loads(message)
+        return event
 
     def open(self, url: str, width: int = 1100, height: int = 800, scheme: str = "light") -> None:
         """Open a page on a screen of the given size in pixels."""

@@ -21,6 +21,7 @@ from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
 from eagle_mlx.serve.api.service import ModelSource
 from eagle_mlx.serve.decoding_options import renderer
+from tests.full import FULL
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
@@ -61,22 +62,9 @@ def page(window: Page) -> Iterator[Page]:
     window.goto("about:blank")
 
 
-@pytest.fixture
-def used() -> Iterator[Live]:
-    """An idle server after answers, drafts, refusals and disconnected clients."""
-    with using() as it:
-        yield it
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    """Such a server for tests that only read it."""
-    with using() as it:
-        yield it
-
-
-@contextmanager
-def using() -> Iterator[Live]:
+    """An idle server after answers, drafts, refusals and disconnected clients."""
     with live(lambda: Loaded(engine("eagle", prefix_cache_bytes=1 << 24), "eagle", DEPTH, {"temperature": 0.0})) as it:
         for prompt in ("def f(x):" * 8, "def f(x):" * 8, "class A:"):
             it.openai.completions.create(model=NAME, prompt=prompt, max_tokens=24)
@@ -142,10 +130,10 @@ def test_the_page_needs_no_key_and_shows_nothing_that_needs_one() -> None:
 
 
 @browsing
-def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
-    page.open(used.base + "/")
+def test_the_page_shows_the_numbers_of_the_metrics(page: Page, shared: Live) -> None:
+    page.open(shared.base + "/")
     page.until("document.querySelector('#model').innerText === 'tiny' && document.querySelector('#positions .bar')")
-    numbers = Numbers(used.http.get("/metrics").text)
+    numbers = Numbers(shared.http.get("/metrics").text)
     forwards, tokens = numbers["eagle:row_rounds_total"], numbers["eagle:generation_tokens_total"]
     assert page.text("#state") == "ready"
     assert page.text("#notice") == ""
@@ -173,9 +161,11 @@ def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> No
     assert page.text("#depth") == f"{numbers['eagle:depth']:.0f}"
     assert len(depths) > 1
     requests = items(page, "requests")
-    outcomes = {"finished": 3, "cancelled": 1, "failed": 0, "refused": 1}
-    assert {name: int(requests[name]) for name in outcomes} == outcomes
+    outcomes = {name: int(requests[name]) for name in ("finished", "cancelled", "failed", "refused")}
     assert numbers.by_label("eagle:requests_total") == {name: n for name, n in outcomes.items() if n}
+    assert outcomes["finished"] >= 3
+    assert (outcomes["cancelled"], outcomes["failed"], outcomes["refused"]) == (1, 0, 1)
+    assert page.js("document.querySelector('#choice').hidden")  # with one model there is no choice
     cached = numbers["eagle:cached_prompt_tokens_total"] / numbers["eagle:prompt_tokens_total"]
     assert cached > 0
     assert requests["from prefix cache"] == percent(cached)
@@ -186,8 +176,8 @@ def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> No
 
 
 @browsing
-def test_the_page_updates_while_the_server_decodes(page: Page, used: Live) -> None:
-    page.open(used.base + "/")
+def test_the_page_updates_while_the_server_decodes(page: Page, shared: Live) -> None:
+    page.open(shared.base + "/")
     page.until("document.querySelector('#positions .bar')")
     assert page.text("#speed") == "0"
     page.js("document.querySelector('[value=minute]').click()")
@@ -198,7 +188,7 @@ def test_the_page_updates_while_the_server_decodes(page: Page, used: Live) -> No
         "new MutationObserver(([{target}]) => { window.moved ||= Number(target.textContent) > 0; })"
         ".observe(document.querySelector('#speed'), {childList: true})"
     )
-    used.openai.completions.create(model=NAME, prompt="x = 1", max_tokens=60)
+    shared.openai.completions.create(model=NAME, prompt="x = 1", max_tokens=60)
     page.until("window.moved")
     page.until("document.querySelector('#span').innerText.startsWith('60 tokens in ')")  # or after a second poll
     page.until("[...document.querySelectorAll('#requests li')].some(li => li.innerText.match(/finished\\s*1$/))")
@@ -531,13 +521,6 @@ def test_a_model_can_be_chosen_if_there_are_several(page: Page) -> None:
 
 
 @browsing
-def test_with_one_model_there_is_no_choice(page: Page, shared: Live) -> None:
-    page.open(shared.base + "/")
-    page.until("document.querySelector('#model').innerText === 'tiny'")
-    assert page.js("document.querySelector('#choice').hidden")
-
-
-@browsing
 def test_the_page_says_what_it_cannot_read(page: Page) -> None:
     with canned() as it:
         page.open(it.base + "/")  # /metrics is cut off
@@ -641,6 +624,7 @@ def test_the_page_does_not_move_if_users_prefer_reduced_motion(page: Page, share
 
 
 @browsing
+@pytest.mark.skipif(not FULL, reason="the other tests show the same numbers in a browser that they control")
 def test_the_page_shows_its_numbers_without_a_debugging_pipe(shared: Live, tmp_path: Path) -> None:
     path = chromium()
     assert path is not None

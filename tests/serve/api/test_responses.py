@@ -260,8 +260,8 @@ def test_responses_that_are_not_stored_are_not_found() -> None:
 
 
 def test_the_size_of_stored_responses_is_that_of_their_memory() -> None:
-    items = [{"type": "reasoning"}] * 19_000 + USER
-    with live() as server:
+    items = [{"type": "reasoning"}] * 1900 + USER
+    with live(settings=wide(Limits(containers=2000))) as server:
         tracemalloc.start()
         first = ask(server, input=items, max_output_tokens=1)["id"]
         gc.collect()
@@ -276,10 +276,10 @@ def test_the_size_of_stored_responses_is_that_of_their_memory() -> None:
         assert [item["type"] for item in page["data"]] == ["message", "reasoning"]
         after = server.http.get(f"{URL}/{first}/input_items?limit=1&after={page['last_id']}").json()
         assert (after["data"][0]["type"], after["has_more"]) == ("reasoning", True)
-        more_items = {"input": items[:2000], "previous_response_id": first}
+        more_items = {"input": items[:200], "previous_response_id": first}
         answer = server.http.post(URL, json=more_items)
         assert answer.status_code == 413
-        assert "more than 20000 items" in answer.json()["error"]["message"]
+        assert "more than 2000 items" in answer.json()["error"]["message"]
 
 
 def test_a_page_of_input_items_joins_what_is_stored() -> None:
