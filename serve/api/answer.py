@@ -290,11 +290,7 @@ class EventStream(EventSourceResponse):
 async def respond(
     received: Received[Any], service: Service, make: Callable[[Call], PendingAnswer], slots: int = 1
 ) -> Response:
-    """Serve a request that needs `slots` slots of a model, as one body or as a stream.
-
-    A stream begins with its answer, or after `keep_alive_seconds` if the answer takes longer, for example while the
-    model loads.
-    """
+    """Serve a request that needs `slots` slots, as one body, or as a stream that begins in `keep_alive_seconds`."""
     request = received.http
     call = service.admit(slots, client_of(request))
     streaming = False

@@ -63,10 +63,7 @@ class EncodedChat:
 async def encoded(
     received: Received[Any], loaded: Loaded, body: ChatRequest, at_most: int | None = None
 ) -> EncodedChat:
-    """Render and encode a prompt in a thread.
-
-    at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer. Raises ApiError.
-    """
+    """Render and encode a prompt in a thread. at_most: a bound on answer tokens. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
@@ -201,9 +198,9 @@ class DeltaStream:
 def render_chat(
     body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True
 ) -> tuple[Chat, list[int], ToolOffer]:
-    """Return the rendered conversation, its tokens, and the tools it offers.
+    """Return the rendered conversation, its tokens, and the tools it offers. Raises PromptError or ApiError.
 
-    must_fit: whether to refuse a prompt that exceeds the context. Raises PromptError, ConfigError or ApiError.
+    must_fit: whether to refuse a prompt that exceeds the context.
     """
     tools = [tool.model_dump(exclude={"cache_control"}, exclude_none=True) for tool in body.tools or ()]
     chosen = body.model_dump(include={"tool_choice"})["tool_choice"]

@@ -36,15 +36,12 @@ class ChatExtensions(Extensions):
     """Whether the answer continues the last message. By default it does if the API says so."""
 
     def extensions(self) -> dict[str, Any]:
-        """Return the fields that were given; Chat Completions has them under the same names."""
+        """Return the fields that were given, as Chat Completions names them."""
         return self.model_dump(include=set(ChatExtensions.model_fields), exclude_none=True)
 
 
 class Turns:
-    """Collects turns and returns them as messages of Chat Completions.
-
-    Consecutive turns of one role become one message, because many templates require roles to alternate.
-    """
+    """Collects turns as messages of Chat Completions, one for turns of the same role: templates may want them so."""
 
     def __init__(self) -> None:
         self._turns: list[dict[str, Any]] = []

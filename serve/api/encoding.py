@@ -40,10 +40,7 @@ class _Piece:
         return self.start + self.spans[index][0] if index < len(self.spans) else -1
 
     def cut(self, position: int) -> int:
-        """Return the index of the last token before a position that begins where the one before it has ended, or 0.
-
-        Other tokens are parts of a character.
-        """
+        """Return the index of the last token before a position that begins a character, or 0."""
         index = self.index(position)
         while index := max(0, index - 1):
             before, begin = self.spans[index - 1], self.spans[index][0]

@@ -105,10 +105,7 @@ class Pools:
     async def encode(
         self, work: Callable[[Callable[[], None]], T], is_long: bool, client: str, has_schema: bool = False
     ) -> T:
-        """Prepare a client's request for decoding. Raises what `work` raises.
-
-        `work` gets a function to call between pieces of a text, in which other clients take their turns.
-        """
+        """Run work, with a function to call between pieces of a text, where others take turns. Raises its errors."""
         loop = asyncio.get_running_loop()
         if is_long:
 
@@ -145,10 +142,7 @@ def _go_on() -> None:
 
 
 class FairSemaphore:
-    """A semaphore that serves clients in turn, so that one with many waiters does not delay the others.
-
-    Each client waits with only one of its requests at a time. Belongs to the event loop.
-    """
+    """A semaphore that serves clients in turn, so that one with many waiters does not delay the others."""
 
     def __init__(self, at_once: int = 1) -> None:
         self._semaphore = asyncio.Semaphore(at_once)

@@ -155,11 +155,9 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str],
 
 
 def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int]:
-    """Return the config with its KV cache size, and the model's total bytes. Fetches missing files.
-
-    By default, a KV cache gets an equal part of half the memory, or what the weights leave if that is less.
-    """
+    """Return the config with its KV cache size, and the model's total bytes. Fetches missing files."""
     weights = weights_bytes(config)
+    # By default, an equal part of half the memory, or what the weights leave if that is less.
     share = max(1, min(nbytes // 2 // count, nbytes - weights))
     kv = share if config.memory.kv_bytes is None else config.memory.kv_bytes
     return config.changed(kv_gb=kv / 1e9), weights + kv

@@ -167,9 +167,9 @@ def sampling(
     grammar: Callable[[], Grammar] | None = None,
     stop_watcher: Callable[[], StopWatcher] | None = None,
 ) -> list[SamplingParams]:
-    """Return parameters for each of the `n` answers; their seeds count up from the request's.
+    """Return parameters for each of the `n` answers, whose seeds count up. Raises ApiError 400.
 
-    max_tokens: None for what the context leaves. top_logprobs: None for no log probabilities. Raises ApiError 400.
+    max_tokens: None for what the context leaves. top_logprobs: None for no log probabilities.
     """
     given = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     advised: dict[str, float] = {"temperature": 1.0, **loaded.defaults, **given}

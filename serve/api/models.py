@@ -31,11 +31,7 @@ ServerState = Literal["starting", "ready", "stuck", "draining"]
 
 
 class Models:
-    """What the routes share: a service per model, its loaded state, and the threads for encoding.
-
-    Each model has its own engine and thread. Models load one at a time, so that memory is counted once. Belongs to the
-    event loop.
-    """
+    """A service per model, loaded one at a time within a limit of memory, and the threads for encoding."""
 
     def __init__(
         self, settings: Settings, sources: Sequence[ModelSource], nbytes: int | None = None, at_start: bool = False
@@ -99,10 +95,7 @@ class Models:
             raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
 
     def named(self, model: str | None) -> Service:
-        """Return the model that a request names; a single model need not be named.
-
-        Raises ApiError 404 for an unknown name, 400 for a missing one, 503 if the server takes no requests.
-        """
+        """Return the model that a request names; a single one need not be named. Raises ApiError 400, 404 or 503."""
         self.check_open()
         return self.known(model)
 
@@ -117,19 +110,13 @@ class Models:
         return self.services[model] if model is not None else next(iter(self.services.values()))
 
     async def loaded(self, service: Service) -> Loaded:
-        """Wait until a request's model is loaded, and return it.
-
-        Raises ApiError 500 if loading fails, 503 if there is no memory for it in time.
-        """
+        """Wait for a model. Raises ApiError 500 if loading fails, 503 if there is no memory for it in time."""
         while (loaded := service.loaded) is None:
             await asyncio.shield(self._begin(service))
         return loaded
 
     async def unload(self, service: Service) -> None:
-        """Unload a model and free its memory.
-
-        Raises ApiError 409 while it has requests, or if several machines share it, because the whole run would end.
-        """
+        """Unload a model. Raises ApiError 409 while it has requests, or if several machines share it."""
         async with self._turn:
             if service.rank_waits:
                 problem = "runs on several machines, so it stays loaded; stop the server instead"
@@ -208,10 +195,7 @@ DEFAULT = "default"
 
 
 def read_models(file: Path) -> dict[str, LoadConfig]:
-    """Read the models of a file by name, without loading or fetching them.
-
-    Raises ConfigError, with file, entry and remedy, for invalid, unknown, duplicate or missing settings.
-    """
+    """Read the models of a file by name, without loading them. Raises ConfigError with file, entry and remedy."""
     entries = read_yaml(file, "file of models")
     if not isinstance(entries, dict):
         raise ConfigError(f"{file} must hold models as `name: {{target: folder or hub id}}`")

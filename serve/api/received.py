@@ -74,10 +74,7 @@ class Received(Generic[B]):
         return await _in_turn(self.http, self.is_long, work)
 
     async def in_thread(self, loaded: Loaded, work: Callable[[Encoder], T], has_schema: bool = False) -> T:
-        """Run `work` in a thread, with a function that encodes texts until this is canceled.
-
-        Library errors become ApiError 400.
-        """
+        """Run `work` in a thread, until this is canceled, with a function that encodes texts. Raises ApiError."""
         cancelled = Event()
 
         def run(pause: Callable[[], None]) -> T:
@@ -209,10 +206,7 @@ def _explained(details: list[ErrorDetails], fields: dict[str, Any]) -> ApiError:
 
 
 def _path(steps: Sequence[int | str], value: Any, is_missing: bool = False) -> str:
-    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's names of types.
-
-    is_missing: whether the last step is a field that the value lacks.
-    """
+    """Return a path as OpenAI writes it, such as `messages[0].content`. is_missing: whether the last field is."""
     path = ""
     for at, step in enumerate(steps):
         if isinstance(step, int):

@@ -51,10 +51,9 @@ class Body(BaseModel):
 
 
 class ByType:
-    """Reads a union of models by their field `type`, and a value without a type as the first model.
+    """Reads a union of models by their field `type`: no type as the first model, unknown types as one that takes any.
 
-    If a model takes any string as its type, such as BareTool, it reads unknown types. Tags are in brackets, so that
-    errors name fields only.
+    Tags are in brackets, so that errors name fields only.
     """
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

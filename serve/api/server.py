@@ -212,10 +212,7 @@ class Connection(H11Protocol):
 
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
-    """Abort connections without progress, and surplus connections, longest idle first.
-
-    Closing in order would wait for the client to read unsent data.
-    """
+    """Abort connections without progress, and surplus connections, longest idle first."""
     allowed: dict[Wait, float] = {"head": limits.head_seconds, "send": limits.send_seconds, "none": inf}
     kept = []
     for connection in connections:
@@ -239,10 +236,7 @@ _WATCH_SECONDS = 0.1
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with graceful shutdown: the first signal refuses new requests and lets those in progress finish.
-
-    After `drain_seconds`, or at a second signal, the remaining requests end with an error.
-    """
+    """Uvicorn that refuses new requests at the first signal, and ends the others after `drain_seconds` or a second."""
 
     def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
         """say: prints startup lines."""

@@ -85,10 +85,7 @@ class Histogram:
 
 @dataclass
 class Totals:
-    """Running totals, except for the last round's depth.
-
-    The engine's thread counts rounds and the event loop counts requests, so no number has two writers.
-    """
+    """Running totals, and the last depth. The engine counts rounds, the event loop requests: one writer each."""
 
     rounds: int = 0
     plain_rounds: int = 0
@@ -250,15 +247,13 @@ class Call(Job):
         self.service.worker.submit(self)
 
     def waits_for(self) -> str | None:
-        """Return what an answer without output waits for, its turn or its prompts; None if that takes one step.
-
-        Without `cache_report`, it has no counts of tokens, which would reveal prefix cache hits.
-        """
+        """Return what an answer without output waits for, its turn or its prompts; None if that takes one step."""
         if (engine := self.service.engine) is None:
             return None
         if begun := [request for request in self.requests if request.counts.read_tokens]:
             prompts = [len(request.prompt) for request in begun]
             read = sum(request.counts.read_tokens for request in begun)
+            # Counts would reveal prefix cache hits.
             counts = f", {read} of {sum(prompts)} tokens" if self.service.settings.cache_report else ""
             return f"reading the prompt{counts}" if max(prompts) > engine.prefill_chunk + 1 else None
         places = [place for place in map(engine.before, self.requests) if place is not None]

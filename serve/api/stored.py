@@ -98,10 +98,9 @@ class StoredResponse:
 
 
 class ResponseMemory:
-    """Stores the most recently used responses, within a count and a size. Belongs to the event loop.
+    """Stores responses within a count and a size.
 
-    Each entry holds its whole conversation, so it does not depend on earlier entries. Beyond a limit, the client with
-    the most bytes loses its least recently used response.
+    Beyond these, the client with the most bytes loses its least recently used response.
     """
 
     def __init__(self, most: int, most_bytes: int):

@@ -108,10 +108,8 @@ class _Slot:
 class Worker:
     """Runs an engine in its own thread, because MLX arrays belong to the thread that made them.
 
-    The thread stays and loads the model again after unloading: MLX 0.32 keeps an internal thread for each thread that
-    has computed on a CPU, even after it ended.
-
-    Call all methods from the event loop's thread.
+    The thread stays after unloading: MLX 0.32 keeps an internal thread for each thread that has computed on a CPU. Call
+    all methods from the event loop's thread.
     """
 
     def __init__(self, load: Callable[[], Loaded], observer: Callable[[RoundResult], None]):
