@@ -33,9 +33,8 @@ KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name
 
 
 class Cached(Body):
-    """What may carry a cache breakpoint; the prefix cache finds shared prefixes without them."""
-
     cache_control: Any = None
+    """Ignored: the prefix cache finds shared prefixes without marks."""
 
 
 class TextBlock(Cached):
@@ -51,10 +50,9 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Encrypted reasoning, which is left out of the prompt."""
-
     type: Literal["redacted_thinking"]
     data: str
+    """Encrypted, and so left out of the prompt."""
 
 
 class ToolUseBlock(Cached):
@@ -119,8 +117,6 @@ class OutputConfig(Body):
 
 
 class CountTokensRequest(ChatExtensions, Cached):
-    """The conversation and everything else that goes into the prompt."""
-
     messages: Annotated[Many[Turn], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
     tools: Many[OfferedTool] | None = None
@@ -190,15 +186,13 @@ def _is_hosted(tool: ClientTool | BareTool) -> bool:
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    conversation = Turns()
+    conversation, last = Turns(), len(body.messages) - 1
     if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
         conversation.say("system", text)
-    where = ""
+    if body.messages[last].role == "user":
+        refuse_last_media(body.messages[last].content, f"messages[{last}].content")
     for index, turn in enumerate(body.messages):
-        where = f"messages[{index}].content"
-        _add(conversation, turn, where)
-    if body.messages[-1].role == "user":
-        refuse_last_media(body.messages[-1].content, where)
+        _add(conversation, turn, f"messages[{index}].content")
     return conversation.messages
 
 
@@ -240,16 +234,17 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise ApiError(400, "tool_choice.name: must name the tool", "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
-    fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    fields["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
     return fields | {"parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
 def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
+    function = {"name": tool.name, "strict": tool.strict or None}
     if isinstance(tool, BareTool):
-        function = {"name": tool.name, **KNOWN_TOOLS[tool.type]}
+        function |= KNOWN_TOOLS[tool.type]
     else:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
+        function |= {"description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
 
 
 class MessageUsage(Shape):
@@ -263,6 +258,14 @@ class MessageUsage(Shape):
     service_tier: Literal["standard"]
 
 
+class SignedThinkingBlock(ThinkingBlock):
+    signature: str
+
+
+class MadeToolUseBlock(ToolUseBlock):
+    input: dict[str, Any]
+
+
 class TokenCount(Shape):
     input_tokens: int
 
@@ -272,7 +275,7 @@ class MessageObject(Measured):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    content: list[TextBlock | SignedThinkingBlock | MadeToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
@@ -297,8 +300,6 @@ class PendingMessage(PendingParts):
 
 
 class MessageAnswer(PartsAnswer):
-    """A chat's answer as a message, or as events that write its blocks in turn."""
-
     def __init__(self, pending: PendingMessage, chat: EncodedChat):
         super().__init__(pending, chat)
         self._body, thinking = pending.body, pending.body.thinking
@@ -349,7 +350,6 @@ class MessageAnswer(PartsAnswer):
         return {"type": "thinking", "thinking": thinking, "signature": self._signature}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return a message that has not ended."""
         named = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant", "model": self.call.service.name}
         return named | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 

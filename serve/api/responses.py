@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -21,10 +21,24 @@ from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .metrics import Measured, stats
 from .received import client_of, key_of, models_of, receive
-from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
+from .responses_request import (
+    CustomCallItem,
+    FunctionCallItem,
+    Functions,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+    ThoughtText,
+    chat_request,
+    input_items,
+    sealed,
+)
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
 from .stored import ID_PREFIXES, ResponseMemory, StoredItem, StoredResponse, stored_items
+
+Ended = Literal["completed", "incomplete"]
 
 
 class ResponsesUsage(Shape):
@@ -35,13 +49,37 @@ class ResponsesUsage(Shape):
     total_tokens: int
 
 
+class OutputMessage(MessageItem):
+    id: str
+    status: Ended
+    type: Literal["message"]
+
+
+class OutputReasoning(ReasoningItem):
+    id: str
+    status: Ended
+    summary: list[Any]
+    content: list[ThoughtText]
+
+
+class OutputFunctionCall(FunctionCallItem):
+    id: str
+    status: Ended
+    arguments: str
+
+
+class OutputCustomCall(CustomCallItem):
+    id: str
+    status: Ended
+
+
 class ResponseObject(Measured):
     """A response. It repeats the request's settings, with defaults filled in."""
 
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Ended
     background: Literal[False]
     error: None
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
@@ -49,7 +87,7 @@ class ResponseObject(Measured):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[Item]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None] | None
@@ -64,9 +102,19 @@ class ResponseObject(Measured):
     usage: ResponsesUsage
 
 
+class InputItem(Shape):
+    """An item from the client or an earlier response; its other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    status: str
+
+
 class InputItemList(Shape):
     object: Literal["list"]
-    data: list[Item]
+    data: list[InputItem]
     first_id: str
     last_id: str
     has_more: bool

@@ -28,6 +28,7 @@ from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from tests.fakes import tiny_target_folder
+from tests.full import in_full
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 COMPLETIONS = "/v1/completions"
@@ -120,7 +121,7 @@ def test_many_clients_of_which_some_leave() -> None:
         async def many() -> list[str]:
             limits = httpx.Limits(max_connections=64)
             async with httpx.AsyncClient(base_url=server.base, timeout=60, limits=limits) as client:
-                return await asyncio.gather(*(one(client) for _ in range(160)))
+                return await asyncio.gather(*(one(client) for _ in range(in_full(160, 80))))
 
         ended = Counter(asyncio.run(many()))
         assert set(ended) == {"200", "429", "left"}

@@ -220,10 +220,11 @@ def test_unknown_fields_are_ignored_and_named(
     if stream and path in ("/tokenize", "/v1/messages/count_tokens"):
         return
     asked = {**body, **({"stream": True} if stream else {}), f"strange_{stream}": {"a": 1}, "id slot\r\nX": 3}
-    names = f"id?slot??X, strange_{stream}"
-    for name in ("messages", "input"):
-        if name in body:
-            asked[name], names = [{**USER[0], "colour": 1}], f"{names}, {name}[0].colour"
+    unknown = ["id?slot??X", f"strange_{stream}"]
+    for name in body.keys() & {"messages", "input"}:
+        asked[name] = [{**USER[0], "colour": 1}]
+        unknown.append(f"{name}[0].colour")
+    names = ", ".join(sorted(unknown))
     for _ in range(2):
         answer = server.http.post(path, json=asked)
         assert answer.status_code == 200, answer.text

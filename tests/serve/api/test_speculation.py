@@ -93,7 +93,7 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         found: dict[str, Any] = hybrid.http.get(METRICS).json()
         return {name: found[name] for name in ("spec_decode_drafters", "current_k", "spec_policy")}
 
-    length = in_full(120, 80)
+    length = in_full(120, 50)
     text = complete(hybrid, max_tokens=length)["choices"][0]["text"]
     for asked, drafters, depth, policy in (
         ({"spec_decode": "eagle"}, ["eagle"], 3, "fixed"),
