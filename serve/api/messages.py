@@ -239,7 +239,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
-    function = {"name": tool.name, "strict": tool.strict or None}
+    function: dict[str, Any] = {"name": tool.name, "strict": tool.strict or None}
     if isinstance(tool, BareTool):
         function |= KNOWN_TOOLS[tool.type]
     else:

@@ -7,13 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, Target, hub
+from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
@@ -51,6 +48,12 @@ class Loaded:
 
     def __post_init__(self) -> None:
         self._started, self._chosen = self.speculation, "auto"
+        self.target = self.engine.target
+        assert self.target.tokenizer is not None  # `load` requires one
+        self.tokenizer = self.target.tokenizer
+        self.chat = ChatFormat.of(self.target, self.volatile)
+        self.grammars = Grammars.of(self.target, self.chat)
+        self.texts = TokenTexts(self.tokenizer)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -59,11 +62,6 @@ class Loaded:
         ngrams = ("ngram",) if isinstance(proposer, HybridProposer | NgramProposer) else ()
         model = () if self.mode == "none" else (self.mode,)
         return (*dict.fromkeys((*model, *ngrams)), "none")
-
-    @property
-    def default_drafter(self) -> Drafter | None:
-        """What drafts for requests that do not choose, as the server was started."""
-        return "none" if self.mode == "none" else self.speculation.drafter
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -95,34 +93,12 @@ class Loaded:
             measured = engine.target if engine.proposer is not None else None
             engine.use_policy(now.make_policy(measured, engine.kv_bits, engine.exact))
             self.speculation, self.most_drafts = now, now.max_depth
-        self.engine.drafter = self.default_drafter if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
-
-    @property
-    def target(self) -> Target:
-        return self.engine.target
+        default = "none" if self.mode == "none" else self.speculation.drafter
+        self.engine.drafter = default if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
 
     @property
     def disk(self) -> DiskTier | None:
         return self.engine.prefixes.disk if self.engine.prefixes is not None else None
-
-    @property
-    def tokenizer(self) -> TokenizerWrapper:
-        """The target's tokenizer; `load` requires one."""
-        tokenizer = self.target.tokenizer
-        assert tokenizer is not None
-        return tokenizer
-
-    @cached_property
-    def chat(self) -> ChatFormat:
-        return ChatFormat.of(self.target, self.volatile)
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        return Grammars.of(self.target, self.chat)
-
-    @cached_property
-    def texts(self) -> TokenTexts:
-        return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
         """End the target's other ranks, and write pending prefix cache files."""

@@ -154,6 +154,7 @@ class Service:
 
     def __init__(self, settings: Settings, source: ModelSource):
         self.settings, self.source = settings, source
+        self.name = source.name
         self.totals = Totals()
         self.worker = Worker(source.load, self.totals.observe)
         self.watchdog = Watchdog(self.worker, source.name, settings.stuck_seconds, settings.exit_when_stuck)
@@ -163,10 +164,6 @@ class Service:
         self.state: State = "unloaded"
         self.on_idle: Callable[[], None] = lambda: None
         self._calls: set[Call] = set()
-
-    @property
-    def name(self) -> str:
-        return self.source.name
 
     @property
     def loaded(self) -> Loaded | None:
