@@ -16,21 +16,21 @@ def server() -> Iterator[Live]:
         assert running.idle
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def caller() -> Iterator[Live]:
     """A server with a model that calls tools."""
     with live(lambda: loaded_format("qwen")) as running:
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def thinker() -> Iterator[Live]:
     """A server with a model that reasons and calls tools."""
     with live(lambda: loaded_format("thinking")) as running:
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def mistral() -> Iterator[Live]:
     """A server with a model whose template takes only users and assistants."""
     with live(lambda: loaded_format("mistral")) as running:

@@ -70,7 +70,7 @@ class Live:
         """The service of the only model, or of the first one."""
         self.key = self.models.settings.api_key
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        self.http = httpx.Client(base_url=base, headers=headers, timeout=PATIENCE, verify=False)
+        self.http = httpx.Client(base_url=base, headers=headers, timeout=PATIENCE)
 
     @cached_property
     def openai(self) -> OpenAI:
@@ -160,5 +160,5 @@ ELSEWHERE = pytest.mark.skipif(sys.platform != "linux", reason="only there is 12
 
 def another_client(server: Live) -> httpx.Client:
     """Return a client with another address."""
-    transport = httpx.HTTPTransport(local_address="127.0.0.2", verify=False)
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
     return httpx.Client(base_url=server.base, transport=transport, timeout=PATIENCE)

@@ -117,11 +117,12 @@ def test_streamed_pieces_make_up_the_answer(server: Live, sampling: dict[str, An
     assert chunks[-1].timings["draft_n_accepted"] == whole.timings["draft_n_accepted"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-@pytest.mark.parametrize(("marks", "logprobs", "n"), [(False, False, 1), (True, False, 2), (True, True, 1)])
-def test_a_stream_has_a_chunk_for_each_token_on_request(
-    server: Live, path: str, marks: bool, logprobs: bool, n: int
-) -> None:
+@pytest.mark.parametrize(
+    ("path", "case"),
+    diagonal(["chat/completions", "completions"], [(False, False, 1), (True, False, 2), (True, True, 1)]),
+)
+def test_a_stream_has_a_chunk_for_each_token_on_request(server: Live, path: str, case: tuple[bool, bool, int]) -> None:
+    marks, logprobs, n = case
     prompt = {"messages": MESSAGES, "logprobs": logprobs} if path.startswith("chat") else {"prompt": PROMPT}
     body = {**prompt, "max_tokens": 40, "temperature": 0, "n": n, "ignore_eos": True}
     whole = server.http.post(f"/v1/{path}", json=body).json()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.full import diagonal
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from tests.serve.api.live import Live, live, loaded_format
 from tests.serve.chat.formats import format_of
@@ -76,8 +77,11 @@ def completed(server: Live, messages: list[dict[str, Any]], **more: Any) -> tupl
     return chat.text, server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
 
 
-@DIALECTS
-@pytest.mark.parametrize("content", ["def f(x):\n    return", "It rains  ", "<"])
+@pytest.mark.parametrize(
+    ("dialect", "content"),
+    diagonal([CHAT, MESSAGES, RESPONSES], ["def f(x):\n    return", "It rains  ", "<"]),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_an_answer_continues_the_last_message(server: Live, dialect: Dialect, content: str) -> None:
     prompt, text = completed(server, [USER, *partial(CHAT, content)])
     assert prompt.endswith(content)
