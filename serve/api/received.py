@@ -181,7 +181,7 @@ def _unpacked(fields: Any) -> dict[str, Any]:
     return fields | extra
 
 
-def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:
+def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["ignore"] | None = None) -> B:
     """Validate fields. Raises ApiError 400 that names the field."""
     try:
         return kind.model_validate(fields, extra=unknown)

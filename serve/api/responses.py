@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -21,24 +21,19 @@ from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .metrics import Measured, stats
 from .received import client_of, key_of, models_of, receive
-from .responses_request import (
-    CustomCallItem,
-    FunctionCallItem,
-    Functions,
-    Item,
-    MessageItem,
-    ReasoningItem,
-    ResponsesRequest,
-    ThoughtText,
-    chat_request,
-    input_items,
-    sealed,
-)
+from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
-from .stored import ID_PREFIXES, ResponseMemory, StoredItem, StoredResponse, stored_items
-
-Ended = Literal["completed", "incomplete"]
+from .stored import (
+    ID_PREFIXES,
+    Ended,
+    InputItemList,
+    OutputItem,
+    ResponseMemory,
+    StoredItem,
+    StoredResponse,
+    stored_items,
+)
 
 
 class ResponsesUsage(Shape):
@@ -47,30 +42,6 @@ class ResponsesUsage(Shape):
     output_tokens: int
     output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
-
-
-class OutputMessage(MessageItem):
-    id: str
-    status: Ended
-    type: Literal["message"]
-
-
-class OutputReasoning(ReasoningItem):
-    id: str
-    status: Ended
-    summary: list[Any]
-    content: list[ThoughtText]
-
-
-class OutputFunctionCall(FunctionCallItem):
-    id: str
-    status: Ended
-    arguments: str
-
-
-class OutputCustomCall(CustomCallItem):
-    id: str
-    status: Ended
 
 
 class ResponseObject(Measured):
@@ -87,7 +58,7 @@ class ResponseObject(Measured):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None] | None
@@ -100,24 +71,6 @@ class ResponseObject(Measured):
     top_p: float | None
     truncation: Literal["disabled"]
     usage: ResponsesUsage
-
-
-class InputItem(Shape):
-    """An item from the client or an earlier response; its other fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    type: str
-    status: str
-
-
-class InputItemList(Shape):
-    object: Literal["list"]
-    data: list[InputItem]
-    first_id: str
-    last_id: str
-    has_more: bool
 
 
 class DeletedResponse(Shape):

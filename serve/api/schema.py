@@ -7,15 +7,7 @@ from collections.abc import Hashable
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
 from eagle_mlx.sampling_params import Acceptance
@@ -338,11 +330,6 @@ class BareTool(BaseModel):
     type: str
     name: str | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_other_fields(cls, tool: object) -> object:
-        return {key: tool[key] for key in cls.model_fields if key in tool} if isinstance(tool, dict) else tool
 
     def refusal(self, owner: str) -> ApiError:
         """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from time import perf_counter
 from typing import TypeVar
 
@@ -119,7 +119,7 @@ class Worker:
         """Work for the thread, and how to refuse it with a reason if the thread is lost."""
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unloading = self._stopped = False
+        self._unloading, self._stopped = False, Event()
         self._lost = ""
         """Why the engine will not answer anymore."""
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -187,11 +187,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread after its current step; use `join` to wait."""
-
-        def end() -> None:
-            self._stopped = True
-
-        self._put(end)
+        self._put(self._stopped.set)
 
     def join(self) -> None:
         """Wait briefly for the thread, and close the model."""
@@ -238,7 +234,7 @@ class Worker:
     # The methods below run in the worker's thread.
 
     def _run(self) -> None:
-        while not self._stopped:
+        while not self._stopped.is_set():
             self._commands.get()[0]()
             if self.loaded is not None:
                 self._serve(self.loaded)
@@ -270,7 +266,7 @@ class Worker:
             _close(loaded)
 
     def _decode(self, engine: Engine) -> None:
-        while not (self._unloading or self._stopped):
+        while not (self._unloading or self._stopped.is_set()):
             try:
                 self._run_commands(engine)
                 self._end_overdue(engine)
