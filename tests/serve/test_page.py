@@ -95,11 +95,11 @@ class Numbers:
 
 def items(page: Page, name: str) -> dict[str, str]:
     """Return a list of the page: the left and right text of each line."""
-    found: dict[str, str] = page.js(
+    lines: dict[str, str] = page.js(
         f"Object.fromEntries([...document.querySelectorAll('#{name} li')]"
         ".map(li => [li.firstChild.innerText, li.lastChild.innerText]))"
     )
-    return found
+    return lines
 
 
 def percent(share: float) -> str:
@@ -310,10 +310,10 @@ def start_race(page: Page, prompt: str, tokens: int = SHORT) -> None:
 
 def lanes(page: Page) -> list[list[str]]:
     """Return the lanes of a race: name, tokens/s, note and text."""
-    found: list[list[str]] = page.js(
+    texts: list[list[str]] = page.js(
         "[...document.querySelectorAll('#lanes li')].map(li => [...li.children].map(each => each.textContent))"
     )
-    return found
+    return texts
 
 
 @browsing
@@ -332,7 +332,7 @@ def test_the_page_races_all_ways_to_decode_that_are_loaded(page: Page) -> None:
         running.service.loaded.engine.observer = results.append
         start_race(page, "def f(x):")
         page.until("document.querySelector('#replay').checkVisibility()")
-        assert max(len(each.accepted) for each in results) == 1  # each way decoded alone
+        assert max(len(result.accepted) for result in results) == 1  # each way decoded alone
         names, speeds, notes, texts = zip(*lanes(page), strict=True)
         assert names == ("plain", "n-grams", "head", "default: head and n-grams")
         assert all(re.fullmatch(r"[\d,.]+ tokens/s", speed) for speed in speeds)
@@ -622,7 +622,14 @@ def test_the_page_shows_its_numbers_without_a_debugging_pipe(shared: Live, tmp_p
     path = chromium()
     assert path is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    asked = [path, *flags, f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom", shared.base + "/"]
-    dom = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    command = [
+        path,
+        *flags,
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+        shared.base + "/",
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert '<h1 id="model">tiny</h1>' in dom
     assert re.search(r'id="state"[^>]*data-state="ready"[^>]*>ready<', dom)

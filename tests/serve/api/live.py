@@ -109,7 +109,7 @@ class Live:
 
     @property
     def idle(self) -> bool:
-        return self.models.idle and all(each.running == 0 for each in self.models.services.values())
+        return self.models.idle and all(service.running == 0 for service in self.models.services.values())
 
 
 def wide(limits: Limits | None = None, **settings: object) -> Settings:

@@ -129,7 +129,7 @@ def test_requests_may_ask_for_n_grams_on_every_server_that_allows_them(
     assert loaded.modes == modes
     engine, prompt = loaded.engine, [5, 6, 7, 8] * 8
     texts = [
-        engine.generate(prompt, SamplingParams(max_tokens=40, drafter=drafter)) for drafter in ("none", "ngrams", None)
+        engine.generate(prompt, SamplingParams(max_tokens=24, drafter=drafter)) for drafter in ("none", "ngrams", None)
     ]
     assert len({tuple(text.tokens) for text in texts}) == 1
     assert texts[0].drafted == 0 < texts[1].drafted or "ngram" not in modes

@@ -246,7 +246,6 @@ def test_draining_ends_after_its_time_limit() -> None:
         server.until(lambda: server.server.should_exit, seconds=5)
 
 
-@pytest.mark.usefixtures("compiled")
 def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "model")
     command = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", str(target), "--spec-decode", "ngram"]

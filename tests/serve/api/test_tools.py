@@ -17,6 +17,7 @@ from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.chat import ToolCall
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
+from tests.full import in_turn
 from tests.serve.api.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, Answer, Dialect, Question, read
 from tests.serve.api.live import NAME, Live, live, loaded_format, one_model
 from tests.serve.chat.formats import WEATHER
@@ -297,14 +298,14 @@ def test_text_of_a_custom_tool_comes_after_its_json(writer: Live) -> None:
     assert item["input"] == events[-1]["response"]["output"][0]["input"]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", in_turn(DIALECTS), ids=lambda dialect: dialect.name)
 def test_strict_is_taken_but_not_enforced_if_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
     for strict in (True, False):
         answer = coder.http.post(dialect.path, json=asking(dialect, "x", strict=strict))
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", in_turn(DIALECTS), ids=lambda dialect: dialect.name)
 def test_many_tools_may_be_required(caller: Live, dialect: Dialect) -> None:
     properties = {f"field_{n}": {"type": "string", "description": "a text " * 10} for n in range(16)}
     body = asking(dialect, "x")
