@@ -131,8 +131,7 @@ class Joined:
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-Examples = InMemory | OnDisk | Joined
-"""Examples by index. In one source, either all or none have hidden states."""
+Examples = InMemory | OnDisk | Joined  # examples by index. In one source, either all or none have hidden states
 
 
 def count_tokens(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:

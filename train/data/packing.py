@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_TOKENS = 3
-"""Minimum tokens of a piece for one draft step: two to read and one to predict."""
+MIN_TOKENS = 3  # minimum tokens of a piece for one draft step: two to read and one to predict
 _WINDOW = 256
 """Rows that are filled from one window, sorted by length: enough to fill them, few enough to keep batches mixed.
 
 With windows of 1,024 pieces, `make demo`'s head had τ 2.38, 1.99 and 2.17 by seed instead of 2.52, 2.22 and 2.31."""
-_FULL_SHARE = 32
-"""A row is full if less than 1/32 of it is left."""
+_FULL_SHARE = 32  # a row is full if less than 1/32 of it is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
     enough room. So no two rows would fit into one, and at most one row is less than half full.
     """
     rows: list[list[Piece]] = []
-    open_rows: list[tuple[int, int]] = []
-    """Remaining room and number of each row that is not full, in ascending order."""
+    open_rows: list[tuple[int, int]] = []  # remaining room and number of each row that is not full, in ascending order
     for window in _windows(lengths, order, length):
         for piece in sorted(window, key=len, reverse=True):
             at = bisect.bisect_left(open_rows, (len(piece), 0))
@@ -87,8 +84,7 @@ class PackedBatch:
     """Rows that form one training batch."""
 
     rows: tuple[Row, ...]
-    width: int
-    """Length of the padded rows."""
+    width: int  # length of the padded rows
 
     @property
     def tokens(self) -> int:

@@ -42,13 +42,10 @@ from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, 
 @dataclass(frozen=True)
 class TrainData:
     samples: Examples
-    aux_layers: tuple[int, ...]
-    """Target layers in the samples' features, without the last layer."""
-    kept: NDArray[np.int64] | None
-    """[Vd] the draft vocabulary's ids in the target, ascending; None for all."""
+    aux_layers: tuple[int, ...]  # target layers in the samples' features, without the last layer
+    kept: NDArray[np.int64] | None  # [Vd] the draft vocabulary's ids in the target, ascending; None for all
     report: dict[str, Any]
-    place: Place = "memory"
-    """Where hidden states are kept. A resumed run must use the same place."""
+    place: Place = "memory"  # where hidden states are kept. A resumed run must use the same place
 
 
 def training_data(
@@ -97,10 +94,8 @@ class EvalPrompts:
     """Prompts to measure acceptance."""
 
     tokens: list[list[int]]
-    keys: frozenset[int]
-    """The keys of the conversations, which must not be trained on."""
-    left_out: int
-    """Conversations that were left out because they are trained on."""
+    keys: frozenset[int]  # the keys of the conversations, which must not be trained on
+    left_out: int  # conversations that were left out because they are trained on
 
     def facts(self, trained: Collection[int]) -> dict[str, Any]:
         """Return the report's facts. `trained`: the keys of all conversations that are trained on, 0 if unknown."""

@@ -31,8 +31,7 @@ from ..distributed import SINGLE_PROCESS, World
 
 Place = Literal["memory", "disk", "online"]
 
-_MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
-"""Share of free memory and disk that the cache may use."""
+_MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on disk",
@@ -42,12 +41,9 @@ IN_WORDS: dict[Place, str] = {
 
 @dataclass(frozen=True)
 class CacheChoice:
-    place: Place
-    """`memory` and `disk` capture once; `online` captures for each batch and keeps nothing."""
-    size: int
-    """Bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk."""
-    text: str
-    """The estimate and the choice in one line."""
+    place: Place  # `memory` and `disk` capture once; `online` captures for each batch and keeps nothing
+    size: int  # bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk
+    text: str  # the estimate and the choice in one line
 
 
 def self_file(config: TrainConfig) -> Path:

@@ -26,17 +26,14 @@ from .portions import Journal, Portion, Portions, Warmup
 FIRST = 1 / 40
 """Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
 portions, each doubling the data, fill all of it."""
-EVALUATION = 1 / 100
-"""Share of the time for a measurement of acceptance, before one is timed."""
+EVALUATION = 1 / 100  # share of the time for a measurement of acceptance, before one is timed
 LONGEST = 1 / 4
 """Maximum share of the remaining time for a phase before the last, so that slow learning leaves time for new data."""
 COOLDOWN = 1 / 2
 """Minimum length of the last phase, as a share of all earlier learning. The learning rate falls over 0.4 of that phase,
 which is a fifth of the earlier learning, as in Haegele et al. (2024, arXiv 2405.18392)."""
-FINGERPRINT = "made in the run"
-"""Stands for the fingerprint of the data, which a resumed run continues."""
-_BEAT = 30.0
-"""Seconds between writes of the elapsed time while data is made."""
+FINGERPRINT = "made in the run"  # stands for the fingerprint of the data, which a resumed run continues
+_BEAT = 30.0  # seconds between writes of the elapsed time while data is made
 
 
 @dataclass(frozen=True)

@@ -50,28 +50,19 @@ FILE = "hours.json"
 class Portion:
     """A portion of data, and the learning phase after it."""
 
-    begun: float
-    """Second of the run at which it began."""
-    wanted: int = 0
-    """Tokens to make; 0 for as many as the time allows."""
+    begun: float  # second of the run at which it began
+    wanted: int = 0  # tokens to make; 0 for as many as the time allows
     last: bool = False
     tokens: int | None = None
     """Tokens that were made; None until the portion is complete, and 0 if the phase only learns."""
     made_seconds: float = 0.0
-    schedule: WarmupStableDecay | None = None
-    """Schedule of the learning phase; None before it begins."""
-    epoch: int = 0
-    """First epoch of the learning phase."""
-    fresh: int = 0
-    """The first portion with data that this phase learns first; earlier portions were learned before."""
-    learned: int = 0
-    """Tokens learned in that phase, including repetitions."""
-    learned_seconds: float = 0.0
-    """Seconds of the phase without its measurement."""
-    until: tuple[int, int] = (0, 0)
-    """Epoch and batch at which learning stopped."""
-    acceptance_length: float | None = None
-    """τ after the phase; None until it is measured."""
+    schedule: WarmupStableDecay | None = None  # schedule of the learning phase; None before it begins
+    epoch: int = 0  # first epoch of the learning phase
+    fresh: int = 0  # the first portion with data that this phase learns first; earlier portions were learned before
+    learned: int = 0  # tokens learned in that phase, including repetitions
+    learned_seconds: float = 0.0  # seconds of the phase without its measurement
+    until: tuple[int, int] = (0, 0)  # epoch and batch at which learning stopped
+    acceptance_length: float | None = None  # τ after the phase; None until it is measured
 
 
 @dataclass
@@ -79,17 +70,14 @@ class Warmup:
     """The learning phase on text, before the one after the first portion."""
 
     schedule: WarmupStableDecay
-    tokens: int = 0
-    """Tokens learned."""
-    acceptance_length: float | None = None
-    """τ after the phase; None until it is measured."""
+    tokens: int = 0  # tokens learned
+    acceptance_length: float | None = None  # τ after the phase; None until it is measured
 
 
 @dataclass
 class Journal:
     elapsed: float = 0.0
-    warmup: Warmup | None = None
-    """None before it begins, and in runs without one."""
+    warmup: Warmup | None = None  # None before it begins, and in runs without one
     portions: list[Portion] = field(default_factory=list)
 
     @property
@@ -118,10 +106,8 @@ class Journal:
 
 
 _HELD_OUT = "held-out.jsonl"
-_SEEDS = 1 << 16
-"""Seeds derived from the run's seed: one per portion, and the last for the held-out prompts."""
-_ALL = 1 << 40
-"""More tokens than any time allows."""
+_SEEDS = 1 << 16  # seeds derived from the run's seed: one per portion, and the last for the held-out prompts
+_ALL = 1 << 40  # more tokens than any time allows
 
 
 class Portions:

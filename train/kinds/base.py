@@ -32,8 +32,7 @@ from .least_squares import Matrix, Moments
 
 Head = HeadBase[Any]
 H = TypeVar("H", bound=Head)
-SPREAD = 0.02
-"""Standard deviation of random weights."""
+SPREAD = 0.02  # standard deviation of random weights
 Jitter = Callable[[mx.array], mx.array]
 """Adds noise to float32 hidden states [B, L, n], and casts them to the head's compute dtype."""
 _SHAPE = {
@@ -52,10 +51,8 @@ class Kind(ABC, Generic[H]):
     head_class: type[H]
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)
     """Returns the outputs of all draft steps."""
-    in_blocks: ClassVar[bool] = False
-    """Whether the draft steps are the slots of one block after each anchor."""
-    confidence_weight: ClassVar[float] = 0.0
-    """Weight of the binary cross-entropy of the head's confidence."""
+    in_blocks: ClassVar[bool] = False  # whether the draft steps are the slots of one block after each anchor
+    confidence_weight: ClassVar[float] = 0.0  # weight of the binary cross-entropy of the head's confidence
 
     def share(self, slot: int) -> float:
         """Return the share of anchors whose blocks reach this slot, from 0, in one pass."""

@@ -28,8 +28,7 @@ from .base import SPREAD, Head, Kind, final_norm, layer_shape, projection
 from .eagle3 import attend_to_itself
 from .least_squares import Matrix, Moments, factors
 
-LAGS = 3
-"""Slots whose states the map predicts: later ones depend little on the context's newest position."""
+LAGS = 3  # slots whose states the map predicts: later ones depend little on the context's newest position
 
 
 def lagged(states: mx.array, following: mx.array, wanted: mx.array) -> tuple[mx.array, mx.array]:

@@ -15,14 +15,10 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 
-_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Candidate ridge strengths, relative to the inputs' mean square."""
-_HELD_OUT = 10
-"""One piece in this many is held out to choose the ridge, starting with the second."""
-_POSITIONS = 2048
-"""Positions added at once. Matrix products of this length reach a BLAS's full speed."""
-_JUDGES = 4096
-"""Maximum held-out positions: enough to distinguish ridges that differ by a factor of ten."""
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)  # candidate ridge strengths, relative to the inputs' mean square
+_HELD_OUT = 10  # one piece in this many is held out to choose the ridge, starting with the second
+_POSITIONS = 2048  # positions added at once. Matrix products of this length reach a BLAS's full speed
+_JUDGES = 4096  # maximum held-out positions: enough to distinguish ridges that differ by a factor of ten
 
 
 @dataclass
@@ -65,8 +61,7 @@ def error(b: Matrix, x: mx.array, y: mx.array) -> float:
     return float(mx.mean(mx.sum(mx.square(y - x @ mx.array(b)), axis=-1)))
 
 
-Piece = tuple[mx.array, mx.array]
-"""Inputs [n, D] and their outputs [n, E]."""
+Piece = tuple[mx.array, mx.array]  # inputs [n, D] and their outputs [n, E]
 
 
 def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:

@@ -25,10 +25,8 @@ from .block import mask_token
 from .eagle3 import Eagle3Kind, attend, causal_mask, project_each
 from .least_squares import Matrix, Moments
 
-_LEAST = 0.2
-"""The least share of all anchors that a slot keeps."""
-_CONSTANT = 1e-3
-"""An input of the linear start too small to be used, whose products with the others give their mean."""
+_LEAST = 0.2  # the least share of all anchors that a slot keeps
+_CONSTANT = 1e-3  # an input of the linear start too small to be used, whose products with the others give their mean
 
 
 def share_of(slot: int) -> float:

@@ -17,28 +17,21 @@ from ..config import TrainConfig, TrainSettings, flag
 from ..kinds import LARGEST_STEP
 from .memory import Probe
 
-UPDATES = 1000
-"""Minimum updates of a run, if it has enough data for steps of `SMALLEST_STEP`."""
-SMALLEST_STEP = 256
-"""Tokens. Smaller steps were not tried (docs/decisions.md)."""
-LONGEST_ROW = 1024
-"""Tokens. The memory of attention grows with the square of a row."""
+UPDATES = 1000  # minimum updates of a run, if it has enough data for steps of `SMALLEST_STEP`
+SMALLEST_STEP = 256  # tokens. Smaller steps were not tried (docs/decisions.md)
+LONGEST_ROW = 1024  # tokens. The memory of attention grows with the square of a row
 PASSES = 4
 """Repeated data is almost as good as new data for up to four passes (Muennighoff et al. 2023, Scaling Data-Constrained
 Language Models, arXiv 2305.16264)."""
-_REPEATS = 15.4
-"""Number of repetitions after which repeating the data is worth little; R* in that paper's equation 5."""
+_REPEATS = 15.4  # number of repetitions after which repeating the data is worth little; R* in that paper's equation 5
 
 
 @dataclass(frozen=True)
 class BatchSizePlan:
     config: TrainSettings
-    tokens: int
-    """Tokens of training data, measured or planned."""
-    seen: int
-    """Tokens that the run learns from, counting repetitions."""
-    about: str
-    """The chosen settings and the reason, in one line; empty if the user set all."""
+    tokens: int  # tokens of training data, measured or planned
+    seen: int  # tokens that the run learns from, counting repetitions
+    about: str  # the chosen settings and the reason, in one line; empty if the user set all
 
 
 def batches_for(

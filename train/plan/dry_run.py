@@ -27,12 +27,10 @@ from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe, described_by_name
 
-_COUNT, _EACH = 10_000, 1000
-"""Assumed number of conversations, and tokens of each, if nothing is known about the data."""
+_COUNT, _EACH = 10_000, 1000  # assumed number of conversations, and tokens of each, if nothing is known about the data
 
 
-Tokens = tuple[int, str]
-"""The number of tokens of training data, and how it was estimated."""
+Tokens = tuple[int, str]  # the number of tokens of training data, and how it was estimated
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:

@@ -30,12 +30,9 @@ from ..kinds import KINDS, Head, choose_trained, resolve
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper
 
-FLOAT = 4
-"""Bytes of a weight, moment or gradient in float32."""
-PROGRAM = 250_000_000
-"""Bytes used by Python and the libraries, without MLX's arrays."""
-MOST = 0.95
-"""Share of free memory that a run may use."""
+FLOAT = 4  # bytes of a weight, moment or gradient in float32
+PROGRAM = 250_000_000  # bytes used by Python and the libraries, without MLX's arrays
+MOST = 0.95  # share of free memory that a run may use
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,8 @@ class Bound:
 
     given: TrainConfig
     config: TrainSettings
-    target: Target
-    """The target without weights; do not compute with it."""
-    head: Head
-    """The head without values, in its final shape."""
+    target: Target  # the target without weights; do not compute with it
+    head: Head  # the head without values, in its final shape
 
     @property
     def weights(self) -> int:
@@ -146,22 +141,17 @@ def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
     return Bound(given, config, target, head)
 
 
-LONG = 1.0
-"""Seconds after which a step is long enough to measure."""
+LONG = 1.0  # seconds after which a step is long enough to measure
 
 
 @dataclass(frozen=True)
 class Probe:
     """Measurements of steps on random tokens on this machine."""
 
-    captured: float
-    """Tokens per second that the target reads for hidden states."""
-    learned: float
-    """Tokens per second that a step learns from."""
-    memory: int
-    """Peak bytes of a step, without the target's weights."""
-    written: float = 0.0
-    """Tokens per second that the target writes; measured only for runs with `hours`."""
+    captured: float  # tokens per second that the target reads for hidden states
+    learned: float  # tokens per second that a step learns from
+    memory: int  # peak bytes of a step, without the target's weights
+    written: float = 0.0  # tokens per second that the target writes; measured only for runs with `hours`
 
     @property
     def read(self) -> float:

@@ -23,14 +23,10 @@ from ..recipes import RECIPES, recipe_names
 class Recipe:
     name: str
     about: str
-    source: str
-    """Where the model is published. `model` is from its config.json."""
-    settings: Mapping[str, Any]
-    """Settings of TrainConfig, by name."""
-    model: Mapping[str, Any]
-    """Fields of the model's config.json, and the quantization of `settings['target']`."""
-    tokens_each: int
-    """Assumed tokens per conversation, for estimates before any data is read."""
+    source: str  # where the model is published. `model` is from its config.json
+    settings: Mapping[str, Any]  # settings of TrainConfig, by name
+    model: Mapping[str, Any]  # fields of the model's config.json, and the quantization of `settings['target']`
+    tokens_each: int  # assumed tokens per conversation, for estimates before any data is read
 
     @property
     def base_model(self) -> str:

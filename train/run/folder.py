@@ -34,8 +34,7 @@ from .tracker import Tracker
 from .workers import Workers
 
 RUN_FILE, REPORT = "run.json", "report.json"
-BEST, LAST = "best", "last"
-"""Subfolders for heads. They appear when they are complete."""
+BEST, LAST = "best", "last"  # subfolders for heads. They appear when they are complete
 MUTABLE = (
     "output",
     "overwrite",
@@ -52,12 +51,9 @@ MUTABLE = (
 @dataclass(frozen=True)
 class Identity:
     config: TrainConfig
-    target: str
-    """Fingerprint of the target's weights and template."""
-    data: str
-    """Fingerprint of the samples' tokens."""
-    processes: int = 1
-    """Each process takes a part of every batch."""
+    target: str  # fingerprint of the target's weights and template
+    data: str  # fingerprint of the samples' tokens
+    processes: int = 1  # each process takes a part of every batch
     adapted: str = ""
     """Hash of the head that the run adapts; empty if all weights are trained, which the saved states then hold."""
 
@@ -133,8 +129,7 @@ def check_same(folder: Path, now: Identity) -> None:
         raise ConfigError(f"the data in {source} has changed since the run in {folder} began; restore it")
 
 
-MADE = "made"
-"""Subfolder for the conversations that the target makes in a run with a time limit."""
+MADE = "made"  # subfolder for the conversations that the target makes in a run with a time limit
 
 
 @contextlib.contextmanager
@@ -227,15 +222,13 @@ class Setup:
 
     target: Target
     config: TrainSettings
-    head: Head | None
-    """The head to continue from."""
+    head: Head | None  # the head to continue from
     folder: Path
     tracker: Tracker
     stop: Stop
     workers: Workers
     watch: Stopwatch
-    saved: RunCheckpoint | None
-    """The state of an interrupted run, which continues."""
+    saved: RunCheckpoint | None  # the state of an interrupted run, which continues
 
     def batches(self, data: TrainData) -> Batches:
         """Return the batches of this data. Raises DataError if there are none."""

@@ -44,10 +44,8 @@ class Phase:
     batches: Batches
     schedule: Schedule
     bar: Bar
-    epoch: int = 0
-    """The first epoch, unless the run is already in a later one."""
-    fresh: int = 0
-    """In that epoch, samples from this index on come first."""
+    epoch: int = 0  # the first epoch, unless the run is already in a later one
+    fresh: int = 0  # in that epoch, samples from this index on come first
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ class Result:
     """What a phase gave."""
 
     acceptance: Acceptance
-    until: float
-    """Second of the run at which its steps ended."""
+    until: float  # second of the run at which its steps ended
 
 
 def train(

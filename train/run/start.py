@@ -89,8 +89,7 @@ def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, 
     return changed
 
 
-_PIECES = 20
-"""Parts of a vocabulary, of which two choose the ridge of the least squares."""
+_PIECES = 20  # parts of a vocabulary, of which two choose the ridge of the least squares
 
 
 def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool = True) -> Head:

@@ -28,10 +28,8 @@ class Progress:
     step: int = 0
     tokens: int = 0
     epoch: int = 0
-    batch: int = 0
-    """Batches learned in this epoch."""
-    train_seconds: float = 0.0
-    """Seconds spent in steps, without evaluations."""
+    batch: int = 0  # batches learned in this epoch
+    train_seconds: float = 0.0  # seconds spent in steps, without evaluations
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,8 +87,7 @@ def means(rows: list[list[float]]) -> list[float]:
     return [mean(list(column)) for column in zip(*rows, strict=True)]
 
 
-STATES = "checkpoints"
-"""Subfolder for states in a run's folder."""
+STATES = "checkpoints"  # subfolder for states in a run's folder
 _ABOUT, _HEAD, _STEPPER = "state.json", "head.safetensors", "optimizer.safetensors"
 
 Arrays = dict[str, mx.array]
@@ -101,15 +98,12 @@ class RunState:
     """Everything that the next step needs besides weights and optimizer, and the run's results so far."""
 
     progress: Progress
-    elapsed: float
-    """Seconds of the run, including evaluations."""
-    next_eval: float
-    """Step, second or share of the run at which the next evaluation is due."""
+    elapsed: float  # seconds of the run, including evaluations
+    next_eval: float  # step, second or share of the run at which the next evaluation is due
     untrained: Acceptance
     best_step: int
     best: Acceptance
-    recent: list[StepResult]
-    """Results of steps that are not in metrics.jsonl yet."""
+    recent: list[StepResult]  # results of steps that are not in metrics.jsonl yet
 
 
 @dataclass(frozen=True)
@@ -117,10 +111,8 @@ class RunCheckpoint:
     """A run's state with its arrays."""
 
     state: RunState
-    head: Arrays
-    """The head's trainable weights by name, without conversion."""
-    stepper: Arrays
-    """The optimizers' moments and step counts."""
+    head: Arrays  # the head's trainable weights by name, without conversion
+    stepper: Arrays  # the optimizers' moments and step counts
 
 
 def save(run: Path, checkpoint: RunCheckpoint, keep: int) -> Path:

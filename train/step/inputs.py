@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from ..data import Rows
 
-ANCHORS = 512
-"""Maximum anchors of a conversation in one pass. Source: vllm-project/speculators, DFlash's `max_anchors`."""
+ANCHORS = 512  # maximum anchors of a conversation in one pass. Source: vllm-project/speculators, DFlash's `max_anchors`
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,9 @@ class InputPlan:
 
     positions: NDArray[np.int32]
     """[B, P]: the indices t of each row, those with more draft steps first; short rows are padded with zeros."""
-    labels: NDArray[np.int32]
-    """[U]: u as an index into the flattened batch [B * L]."""
-    select: NDArray[np.int32]
-    """[S, U]: for step j and u, the index of t = u-1-j in the flattened [B * P]."""
-    valid: NDArray[np.float32]
-    """[S, U]: 1 if t is in the same conversation as u, else 0."""
+    labels: NDArray[np.int32]  # [U]: u as an index into the flattened batch [B * L]
+    select: NDArray[np.int32]  # [S, U]: for step j and u, the index of t = u-1-j in the flattened [B * P]
+    valid: NDArray[np.float32]  # [S, U]: 1 if t is in the same conversation as u, else 0
 
     @property
     def counts(self) -> NDArray[np.float32]:

@@ -18,13 +18,10 @@ from ..unroll import holding
 
 @dataclass(frozen=True)
 class Objective:
-    loss: str = "soft"
-    """The loss of tokens, one of `LOSSES`."""
+    loss: str = "soft"  # the loss of tokens, one of `LOSSES`
     token_weight: float = 1.0
-    variation_weight: float = 0.0
-    """Weight of the distance |p - q| between the target's and the head's distribution."""
-    confidence_weight: float = 0.0
-    """Weight of the binary cross-entropy of the head's confidence."""
+    variation_weight: float = 0.0  # weight of the distance |p - q| between the target's and the head's distribution
+    confidence_weight: float = 0.0  # weight of the binary cross-entropy of the head's confidence
     feature_weight: float = 0.0
 
 
@@ -203,8 +200,7 @@ class ChunkedLoss:
         hits = list(losses)
         of_own = [mx.zeros(weight.shape) for weight in own]  # float32 for any dtype of weights
         of_read: list[list[mx.array]] = [[] for _ in read]
-        done: list[mx.array] = []
-        """Dependencies of the next chunk, so that MLX does not compute several chunks at once."""
+        done: list[mx.array] = []  # dependencies of the next chunk, so that MLX does not compute several chunks at once
         size = max(1, self.logits // self.target.vocab_size)
         for begin in range(0, self.last.shape[0], size):
             at = slice(begin, begin + size)

@@ -102,13 +102,10 @@ def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
 class Cosine:
     """A run with a time limit or a number of steps, and a learning rate that falls like half a cosine."""
 
-    seconds: float = 0.0
-    """Second of the run at which it is over; 0 if only `steps` counts."""
+    seconds: float = 0.0  # second of the run at which it is over; 0 if only `steps` counts
     steps: int = 0
-    phase_seconds: float = 0.0
-    """Second at which the current phase is over, if before the end of the run; 0 for the end."""
-    phase_steps: int = 0
-    """The same in steps."""
+    phase_seconds: float = 0.0  # second at which the current phase is over, if before the end of the run; 0 for the end
+    phase_steps: int = 0  # the same in steps
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return the progress, from 0 to 1, at the start of step `step` after `elapsed` seconds."""
@@ -138,16 +135,11 @@ class WarmupStableDecay:
     2405.18392).
     """
 
-    begins: float
-    """Second of the run at which the phase begins."""
-    seconds: float
-    """Second of the run by which the phase is over."""
-    steps: int = 0
-    """Step by which the phase is over; 0 if only the time counts."""
-    before: float = 0.0
-    """Seconds of learning before the phase."""
-    total: float = 0.0
-    """Seconds of the whole run."""
+    begins: float  # second of the run at which the phase begins
+    seconds: float  # second of the run by which the phase is over
+    steps: int = 0  # step by which the phase is over; 0 if only the time counts
+    before: float = 0.0  # seconds of learning before the phase
+    total: float = 0.0  # seconds of the whole run
     last: bool = False
 
     def progress(self, step: int, elapsed: float) -> float:

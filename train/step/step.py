@@ -41,19 +41,13 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class StepResult:
-    loss: float
-    """The weighted mean of the draft steps' losses."""
+    loss: float  # the weighted mean of the draft steps' losses
     loss_by_step: list[float]
-    accuracy_by_step: list[float]
-    """Share of positions for which head and target have the same most likely token."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    tokens: int
-    """Tokens of the batch, without padding."""
-    loss_tokens: int
-    """Positions with loss in the first draft step."""
-    feature_loss_by_step: list[float] | None = None
-    """The feature distance, if it is part of the loss."""
+    accuracy_by_step: list[float]  # share of positions for which head and target have the same most likely token
+    grad_norm: float  # norm of the gradient before clipping
+    tokens: int  # tokens of the batch, without padding
+    loss_tokens: int  # positions with loss in the first draft step
+    feature_loss_by_step: list[float] | None = None  # the feature distance, if it is part of the loss
 
 
 class NotFiniteError(EagleError):
@@ -61,8 +55,7 @@ class NotFiniteError(EagleError):
 
     def __init__(self, loss: float, norm: float, rows: list[int]):
         super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
-        self.rows = rows
-        """Rows of this process that are not finite on their own; empty if only the sum is not finite."""
+        self.rows = rows  # rows of this process that are not finite on their own; empty if only the sum is not finite
 
 
 @dataclass(frozen=True)
