@@ -14,9 +14,8 @@ from eagle_mlx.blas import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
 from eagle_mlx.hidden_states import Example, HiddenStates, rounded, widened
 from eagle_mlx.shards import ShardMeta, ShardReader
-from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.batches import MIN_TOKENS, Batches, Rows, batches_of, cut_into_pieces, order_of, pack
 from eagle_mlx.train.data.examples import InMemory, OnDisk
-from eagle_mlx.train.data.packing import MIN_TOKENS, batches_of, cut_into_pieces, order_of, pack
 from tests.eagle_mlx.shard_samples import write_all
 from tests.full import some
 

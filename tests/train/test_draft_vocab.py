@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import Sample
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.train.data.examples import (
-    choose_draft_vocab,
-    count_tokens,
-    coverage,
-    special_token_ids,
-)
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import InMemory
+from eagle_mlx.train.data.examples import choose_draft_vocab, draft_vocabulary
+from eagle_mlx.train.kinds import resolve
 from tests.fakes import tiny_target
 
 
 def test_only_learned_tokens_count() -> None:
-    counts = count_tokens([Sample([1, 2, 2, 5], [0, 1, 1, 1], 7), Sample([5, 5], [1, 0], 8)], 6)
+    samples = InMemory([Example.of([1, 2, 2, 5], [0, 1, 1, 1]), Example.of([5, 5], [1, 0])])
+    counts = samples.count_tokens(6)
     assert counts.tolist() == [0, 0, 2, 0, 0, 2]
 
 
@@ -29,8 +28,6 @@ def test_the_most_frequent_and_the_special_are_kept_in_ascending_order() -> None
     assert choose_draft_vocab(counts, 3, always=(0, 99)).tolist() == [0, 1, 4]
     assert choose_draft_vocab(counts, 3, had=np.array([0, 3])).tolist() == [1, 3, 4]
     assert choose_draft_vocab(counts, 6).tolist() == list(range(6))
-    assert coverage(counts, np.array([1, 4])) == 16 / 23
-    assert coverage(np.zeros(3, np.int64), np.array([1])) == 1.0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
@@ -52,7 +49,14 @@ def test_invalid_sizes(size: int, said: str) -> None:
         choose_draft_vocab(np.ones(6, np.int64), size, always=(1, 2, 3))
 
 
-def test_special_tokens_of_the_embedded_tokenizer() -> None:
-    tokenizer = tiny_target(tokenizer=True).tokenizer
-    assert tokenizer is not None
-    assert special_token_ids(tokenizer) >= {0, 2}
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_vocabulary_has_the_special_tokens_and_covers_a_share_of_the_learned_ones(learned: bool) -> None:
+    target = tiny_target(tokenizer=True)
+    counts = np.zeros(target.vocab_size, np.int64)
+    if learned:
+        counts[[50, 60]] = 9, 3
+    config = resolve(TrainConfig.of(target="tiny", draft_vocab=4), target.hidden_size)
+    kept, facts = draft_vocabulary(target, config, counts, None)
+    assert kept is not None
+    assert {0, 2} <= set(kept.tolist())
+    assert facts == {"draft_vocab": 4, "draft_vocab_coverage": counts[kept].sum() / 12 if learned else 1.0}

@@ -1,8 +1,7 @@
 """Training data: samples, packed into rows, in prefetched batches."""
 
-from .batches import Batches, Rows
+from .batches import Batches, Piece, Rows, count_learned
 from .examples import Examples, InMemory, Joined, OnDisk
-from .packing import Piece, count_learned
 from .sources import (
     EvalPrompts,
     TrainData,
@@ -17,12 +16,4 @@ from .sources import (
     warmup_data,
     with_warmup_tokens,
 )
-from .storage import (
-    check_data,
-    choose_states,
-    data_config,
-    make_data,
-    public_settings,
-    self_file,
-    sources_of,
-)
+from .storage import check_data, choose_states, make_data, public_settings, self_file, sources_of

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from eagle_mlx.data_pipelines import Sample
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example
@@ -24,8 +22,6 @@ from ..config import TrainSettings
 
 
 class InMemory:
-    """A list of examples."""
-
     def __init__(self, examples: Sequence[Example]):
         self._examples = examples
         self.lengths = [len(example) for example in examples]
@@ -36,13 +32,20 @@ class InMemory:
 
     @property
     def keys(self) -> frozenset[int]:
-        """The keys of the conversations' prompts, with 0 if one is unknown."""
+        """The keys of the conversations' prompts, with 0 if one is unknown, as in the other classes."""
         return frozenset(example.key for example in self._examples)
 
     @property
     def loss_tokens(self) -> int:
         """The number of tokens to learn."""
         return sum(int(example.loss_mask.sum()) for example in self._examples)
+
+    def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        """Return how often each token id occurs in the learned tokens, [V]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for example in self._examples:
+            counts += np.bincount(example.tokens[example.loss_mask == 1], minlength=vocab_size)
+        return counts
 
     def where(self, index: int) -> str:
         """Return where a user can find the example."""
@@ -62,8 +65,8 @@ class OnDisk:
         self, reader: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1, most: int | None = None
     ):
         reader.verify()
-        self._reader, self._most, self._last_layer = reader, most, last_layer
-        self._layers = reader.meta.aux_layers if layers is None else tuple(layers)
+        self._reader, self._most = reader, most
+        self._layers, self._last_layer = reader.meta.aux_layers if layers is None else tuple(layers), last_layer
         self.folder = reader.folder
         whole = [length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()]
         self.lengths: list[int] = [min(length, most or length) for length in whole]
@@ -78,7 +81,6 @@ class OnDisk:
         return self._reader.where(index)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
-        """Return how often each token id occurs in the learned tokens, [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
             learned = self._array(entry.name, "loss_mask") == 1
@@ -90,7 +92,6 @@ class OnDisk:
 
     @property
     def keys(self) -> frozenset[int]:
-        """The keys of the conversations' prompts, with 0 if one is unknown."""
         return frozenset(key for entry in self._reader.files for key in self._array(entry.name, "keys").tolist())
 
     @property
@@ -100,8 +101,8 @@ class OnDisk:
 
     def _array(self, shard: str, name: str) -> NDArray[Any]:
         with safe_open(str(self.folder / shard), "numpy") as file:
-            found: NDArray[Any] = file.get_tensor(name)
-        return found
+            array: NDArray[Any] = file.get_tensor(name)
+        return array
 
 
 class Joined:
@@ -119,7 +120,6 @@ class Joined:
 
     @property
     def keys(self) -> frozenset[int]:
-        """The keys of the conversations' prompts, with 0 if one is unknown."""
         return frozenset().union(*(part.keys for part in self._parts))
 
     def where(self, index: int) -> str:
@@ -132,15 +132,6 @@ class Joined:
 
 
 Examples = InMemory | OnDisk | Joined  # examples by index. In one source, either all or none have hidden states
-
-
-def count_tokens(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
-    """Count each token id with loss mask 1: [V]."""
-    counts = np.zeros(vocab_size, np.int64)
-    for tokens, mask, _ in samples:
-        learned = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
-        counts += np.bincount(learned, minlength=vocab_size)
-    return counts
 
 
 def choose_draft_vocab(
@@ -163,17 +154,6 @@ def choose_draft_vocab(
     return np.sort(np.concatenate([kept, rest]))
 
 
-def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
-    """Return the share of counted tokens that are in the draft vocabulary; 1.0 if there are none."""
-    total = int(counts.sum())
-    return float(counts[kept].sum() / total) if total else 1.0
-
-
-def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Return the ids that every draft vocabulary has: end of turn and other special tokens."""
-    return frozenset(tokenizer.eos_token_ids) | frozenset(tokenizer.all_special_ids)
-
-
 def draft_vocabulary(
     target: Target, config: TrainSettings, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
@@ -186,8 +166,11 @@ def draft_vocabulary(
     if head is not None and (config.head.lora_rank or not config.head.draft_vocab):
         kept = had
     elif config.head.draft_vocab and config.head.draft_vocab < target.vocab_size:
-        always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
+        tokenizer: Any = target.tokenizer
+        always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids} if tokenizer is not None else ()
         kept = choose_draft_vocab(counts, config.head.draft_vocab, always, had)
     if kept is None:
         return None, {"draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
-    return kept, {"draft_vocab": len(kept), "draft_vocab_coverage": coverage(counts, kept)}
+    total = int(counts.sum())
+    coverage = float(counts[kept].sum() / total) if total else 1.0
+    return kept, {"draft_vocab": len(kept), "draft_vocab_coverage": coverage}

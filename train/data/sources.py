@@ -35,7 +35,7 @@ from ..config import MOST_PROMPTS, TrainSettings
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of
 from .batches import Rows
-from .examples import Examples, InMemory, Joined, OnDisk, count_tokens, draft_vocabulary
+from .examples import Examples, InMemory, Joined, OnDisk, draft_vocabulary
 from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
 
 
@@ -53,40 +53,38 @@ def training_data(
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
-    A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve` is the additional
-    memory that training needs, in bytes. Raises DataError, ShardError, OutputError or ConfigError if data cannot be
-    used or stored.
+    A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve`: additional bytes that
+    training needs. Raises DataError, ShardError, OutputError or ConfigError if data cannot be used or stored.
     """
     if config.data.shards:
         return _from_shards(target, config, head)
     rendered, left_out = _render(target, config, progress)
     aux_layers = aux_layers_of(target, config, head)
-    kept, vocabulary = draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
-    tokens = sum(len(one.tokens) for one in rendered)
-    choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.data.cache_bits), reserve)
+    samples: Examples = (texts := InMemory([Example.of(*sample) for sample in rendered]))
+    meta = shard_meta(target, aux_layers, config.data.cache_bits)
+    choice = choose_states(config, sum(texts.lengths), meta, reserve)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
-    report = {
-        "conversations": len(rendered),
-        "left_out": left_out,
-        "tokens": tokens,
-        "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
-        "states": f"shards {cache_folder(config).name}" if choice.place == "disk" else IN_WORDS[choice.place],
-        **vocabulary,
-    }
-    samples: Examples
-    if choice.place == "online":
-        samples = InMemory([Example.of(*sample) for sample in rendered])
-    elif choice.place == "memory":
+    states = IN_WORDS[choice.place]
+    if choice.place == "memory":
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
-    else:
+    elif choice.place == "disk":
         folder, bits = cache_folder(config), config.data.cache_bits
+        states = f"shards {folder.name}"
         try:
             capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=bits, resume=True)
         except (ShardError, OutputError) as e:
             raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
         samples = OnDisk(ShardReader(folder), None if aux_layers else ())
+    counts = texts.count_tokens(target.vocab_size)
+    kept, vocabulary = draft_vocabulary(target, config, counts, head)
+    report = {**amount(texts.lengths, int(counts.sum())), "left_out": left_out, "states": states, **vocabulary}
     return TrainData(samples, aux_layers, kept, report, choice.place)
+
+
+def amount(lengths: Sequence[int], loss_tokens: int) -> dict[str, int]:
+    """Return the report's facts about conversations of these lengths."""
+    return {"conversations": len(lengths), "tokens": sum(lengths), "loss_tokens": loss_tokens}
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,11 @@ def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[i
     learned, named = data_config(config), config.evaluation.data
     sources = (learned.sources[0] if config.prompts_are_heldout else named,) if named else learned.sources
     in_turn = zip_longest(*(_prompts_of(target, config, learned, source, trained) for source in sources))
-    found = (pair for pairs in in_turn for pair in pairs if pair is not None)
+    pairs = (pair for of_sources in in_turn for pair in of_sources if pair is not None)
     prompts: list[tuple[int, list[int]]] = []
     left_out = 0
     most = most or config.evaluation.prompts or MOST_PROMPTS
-    while len(prompts) < most and (pair := next(found, None)) is not None:
+    while len(prompts) < most and (pair := next(pairs, None)) is not None:
         if pair[1]:
             prompts.append(pair)
         left_out += not pair[1]
@@ -141,9 +139,9 @@ def questions_of(target: Target, config: TrainSettings) -> dict[int, tuple[str, 
     for conversation in read_conversations(data_config(config), "all", tokenizer):
         first = next((message for message in conversation.messages if message.role == "user"), Message("user", ""))
         system = next((message.content for message in conversation.messages[:1] if message.role == "system"), "")
-        asked = (*([Message("system", system)] if system else []), first)
+        question = (*([Message("system", system)] if system else []), first)
         most = min(config.data.max_length, target.context_length)
-        if first.content.strip() and len(prompt_tokens(tokenizer, Conversation(asked))) < most:
+        if first.content.strip() and len(prompt_tokens(tokenizer, Conversation(question))) < most:
             questions.setdefault(Conversation((first,)).prompt_key(), (system, first.content))
     if not questions:
         raise DataError(
@@ -174,8 +172,8 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
-    found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
-    rendered, report = render_all(target.tokenizer, found, length, config.data.filters.skip_bad)
+    conversations = read_conversations(data_config(config), "train", target.tokenizer, left_out)
+    rendered, report = render_all(target.tokenizer, conversations, length, config.data.filters.skip_bad)
     notes = report.notes(target.name)
     if not rendered:
         raise DataError(
@@ -213,18 +211,12 @@ def data_on_disk(
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
     samples = parts[0] if len(parts) == 1 else Joined(parts)
     kept, vocabulary = draft_vocabulary(target, config, counts, head)
-    report = {
-        "conversations": len(samples.lengths),
-        "tokens": sum(samples.lengths),
-        "loss_tokens": int(counts.sum()),
-        "states": f"shards {', '.join(part.folder.name for part in parts)}",
-        **vocabulary,
-    }
+    states = f"shards {', '.join(part.folder.name for part in parts)}"
+    report = {**amount(samples.lengths, int(counts.sum())), "states": states, **vocabulary}
     return TrainData(samples, aux_layers, kept, report, "disk")
 
 
 def _check_shards(target: Target, config: TrainSettings, reader: ShardReader) -> None:
-    """Raise ShardError if the shards are from another target, or from one with other adapters."""
     meta, now = reader.meta, "" if target.adapter is None else target.adapter.digest
     if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ShardError(
@@ -250,8 +242,8 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
         tokens = list(tokenizer.encode(conversation.text))
         tokens = tokens[: min(64, len(tokens) // 2)]
     else:
-        asked = any(message.role != "assistant" for message in conversation.messages)
-        tokens = prompt_tokens(tokenizer, conversation) if asked else []
+        is_question = any(message.role != "assistant" for message in conversation.messages)
+        tokens = prompt_tokens(tokenizer, conversation) if is_question else []
     return tokens if tokens and len(tokens) + room <= target.context_length else None
 
 
@@ -306,12 +298,12 @@ def tokens_to_read(config: TrainSettings, own: int, rate: float, processes: int 
 
     `own`: tokens of the run's own data. `rate`: tokens of text per second that are read and learned.
     """
-    how, share = config.optimization, config.data.warmup_share
-    if how.hours or how.minutes:
-        return round(share * (3600 * (how.hours or 0) or 60 * (how.minutes or 0)) * rate * processes)
-    if how.max_steps:
-        return round(share * how.max_steps) * how.rows * how.length * processes
-    return round(share / (1 - share) * how.epochs * own)
+    step, share = config.optimization, config.data.warmup_share
+    if step.hours or step.minutes:
+        return round(share * (3600 * (step.hours or 0) or 60 * (step.minutes or 0)) * rate * processes)
+    if step.max_steps:
+        return round(share * step.max_steps) * step.rows * step.length * processes
+    return round(share / (1 - share) * step.epochs * own)
 
 
 def with_warmup_tokens(config: TrainSettings, own: int, rate: float, world: World = SINGLE_PROCESS) -> TrainSettings:
@@ -321,9 +313,10 @@ def with_warmup_tokens(config: TrainSettings, own: int, rate: float, world: Worl
     return config.changed(warmup_tokens=world.broadcast(tokens_to_read(config, own, rate, world.size)))
 
 
-def _reading(config: TrainSettings) -> DataConfig:
+def _warmup_texts(target: Target, config: TrainSettings) -> Iterator[Conversation]:
     data, filters = config.data, config.data.filters
-    return DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
+    reading = DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
+    return read_conversations(reading, "train", target.tokenizer)
 
 
 def check_warmup(target: Target, config: TrainSettings) -> None:
@@ -332,7 +325,7 @@ def check_warmup(target: Target, config: TrainSettings) -> None:
         return
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read text; leave out --warmup-data")
-    if next(read_conversations(_reading(config), "train", target.tokenizer), None) is None:
+    if next(_warmup_texts(target, config), None) is None:
         raise DataError(f"no text in {', '.join(config.data.warmup_data)}; check --warmup-data")
 
 
@@ -348,14 +341,13 @@ def warmup_data(
     if not config.data.warmup_data or tokenizer is None:
         return None
     length = min(config.data.max_length, target.context_length)
-    found = read_conversations(_reading(config), "train", tokenizer)
+    texts, tokens = _warmup_texts(target, config), 0
     examples: list[Example] = []
-    tokens = 0
-    while tokens < (config.data.warmup_tokens or 0) and (block := list(islice(found, 256))):
+    while tokens < (config.data.warmup_tokens or 0) and (block := list(islice(texts, 256))):
         rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
-        rendered = [one for one in rendered if one.key not in without]
-        examples += [Example.of(*one) for one in rendered]
-        tokens += sum(len(one.tokens) for one in rendered)
+        more = [Example.of(*sample) for sample in rendered if sample.key not in without]
+        examples += more
+        tokens += sum(map(len, more))
     if not examples:
         raise DataError(f"no usable text in {', '.join(config.data.warmup_data)}; check --warmup-data")
     report = {"warmup_conversations": len(examples), "warmup_tokens": tokens}

@@ -67,16 +67,16 @@ def choose_states(
     """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
     Without `config.data.states`, it is memory if the 16-bit states fit, else disk if they fit in `meta.bits`, else
-    online. `reserve` is the memory that training needs, in bytes; `free` defaults to this machine's free memory.
-    Raises ConfigError or OutputError if the place in `config.data.states` does not have enough room.
+    online. `reserve`: bytes that training needs; `free`: bytes, by default this machine's free memory. Raises
+    ConfigError or OutputError if the place in `config.data.states` does not have enough room.
     """
-    folder, asked = cache_folder(config), config.data.states
+    folder, place = cache_folder(config), config.data.states
     memory = max(0.0, _MEMORY_SHARE * ((free_memory() if free is None else free) - reserve))
     # Existing files of the cache count as free, because a capture continues with them.
-    held = [file for place in (folder, unfinished_folder(folder)) for file in place.glob("*") if file.is_file()]
+    held = [file for part in (folder, unfinished_folder(folder)) for file in part.glob("*") if file.is_file()]
     disk = _DISK_SHARE * free_disk(folder) + sum(file.stat().st_size for file in held)
     in_memory, on_disk = _choice("memory", tokens, meta), _choice("disk", tokens, meta)
-    if asked is None:
+    if place is None:
         cache = config.data.cache_gb * 1e9
         if in_memory.size <= min(cache, memory):
             return in_memory
@@ -84,16 +84,16 @@ def choose_states(
             return on_disk
         limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} free on the disk"
         return _choice("online", tokens, meta, f"more than {limit}, so ")
-    if asked == "memory" and in_memory.size > memory:
+    if place == "memory" and in_memory.size > memory:
         raise ConfigError(
             f"{in_memory.text}: {gb(memory)} of memory are free; use less data (--limit, --max-length) or --states disk"
         )
-    if asked == "disk" and on_disk.size > disk:
+    if place == "disk" and on_disk.size > disk:
         raise OutputError(
             f"{on_disk.text}: {gb(disk)} are free at {folder.absolute()}; free some space, choose another --cache-dir, "
             "or use --cache-bits 8, less data (--limit, --max-length) or --states online"
         )
-    return _choice(asked, tokens, meta)
+    return _choice(place, tokens, meta)
 
 
 def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheChoice:
@@ -152,9 +152,6 @@ def public_settings(config: TrainConfig) -> dict[str, Any]:
         place = place_of(text)
         return f"{public_source(place)}:{text[len(place) + 1 :]}" if place else text
 
-    def changed(value: str | tuple[str, ...], change: Callable[[str], str]) -> str | tuple[str, ...]:
-        return change(value) if isinstance(value, str) else tuple(map(change, value))
-
     changes: dict[str, Callable[[str], str]] = {
         **dict.fromkeys(("target", "init_from"), public_name),
         **dict.fromkeys(("data", "warmup_data", "eval_data"), public_source),
@@ -163,10 +160,12 @@ def public_settings(config: TrainConfig) -> dict[str, Any]:
         "chat_template": lambda text: text if "{" in text else Path(text).name,
     }
     values = config.flat()
-    return values | {name: changed(values[name], change) for name, change in changes.items() if values[name]}
+    for name, change in changes.items():
+        if value := values[name]:
+            values[name] = change(value) if isinstance(value, str) else tuple(map(change, value))
+    return values
 
 
 def data_config(config: TrainConfig) -> DataConfig:
-    """Return what to read and keep."""
     data = config.data
     return DataConfig(sources_of(config), data.map, data.limit or 0, config.run.seed, **data.filters.flat())
