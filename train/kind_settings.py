@@ -42,7 +42,7 @@ _NOT_IN_BLOCKS = {
 }
 KIND_SETTINGS = {
     "peagle": KindSettings(
-        "peagle:PEagleKind",
+        "eagle3:PEagleKind",
         {**{name: _EAGLE3[name] for name in _EAGLE3 if name != "recycle"}, "layers": 2, "decay": ANCHOR_SHARE},
         {**_ONE_LOSS, "recycle": "it has no draft steps"},
     ),

@@ -15,16 +15,16 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.block import BlockHead, DSparkHead
 from eagle_mlx.target import Target
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import Rows
+from eagle_mlx.train.kinds import KINDS, resolve
+from eagle_mlx.train.kinds.block import unroll_blocks, with_latents
+from eagle_mlx.train.kinds.eagle3 import share_of, unroll_masks
+from eagle_mlx.train.step.inputs import ANCHORS, make_anchor_plan
+from eagle_mlx.train.step.losses import confidence_loss
+from eagle_mlx.train.unroll import Inputs
 from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config
 from tests.fakes import randomize, tiny_target
-from train.config import TrainConfig
-from train.data import Rows
-from train.kinds import KINDS, resolve
-from train.kinds.block import unroll_blocks, with_latents
-from train.kinds.peagle import share_of, unroll_masks
-from train.step.inputs import ANCHORS, make_anchor_plan
-from train.step.losses import confidence_loss
-from train.unroll import Inputs
 
 LENGTH = 24
 SHAPES: dict[str, dict[str, Any]] = {

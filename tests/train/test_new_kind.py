@@ -29,7 +29,7 @@ from eagle_mlx.train.kinds.base import Kind, layer_shape
 from eagle_mlx.train.publish.bundle import read_source
 
 ROOT = Path(__file__).parents[2]
-KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3|peagle|last_layer)\.py)"
+KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3|last_layer)\.py)"
 
 
 class ToyConfig(LayerShape):
@@ -74,8 +74,8 @@ class ToyRecipe(Kind[ToyHead]):
     def head_config(self, target: Target, config: TrainConfig, *_: Any) -> ToyConfig:
         return ToyConfig(**layer_shape(target, config))
 
-    def guess(self, head: ToyHead, target: Target, following: Any, aux: Any, last: Any) -> tuple[mx.array, mx.array]:
-        states = target.norm(last.astype(target.dtype)).astype(mx.float32)
+    def guess(self, head: ToyHead, following: Any, aux: Any, last: Any) -> tuple[mx.array, mx.array]:
+        states = head.target.norm(last.astype(head.target.dtype)).astype(mx.float32)
         return following + states[:, :-1], states[:, 1:]
 
     def begin_as(self, head: ToyHead, guess: Any, by: Any) -> None:

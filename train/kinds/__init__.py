@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads import kind_of as known_kind
+from eagle_mlx.heads import kind_of as head_kind
 from eagle_mlx.setting import find
 from eagle_mlx.target import Target
 
@@ -25,10 +25,10 @@ LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]  # tokens
 
 def kind_of(head: Head) -> Kind[Any]:
     """Return the kind of an existing head. Raises ConfigError if it cannot be trained."""
-    known = known_kind(head)
-    if known.name in KINDS:
-        return KINDS[known.name]
-    raise ConfigError(f"{known.title} heads cannot be trained or adapted; the kinds that can are {', '.join(KINDS)}")
+    kind = head_kind(head)
+    if kind.name in KINDS:
+        return KINDS[kind.name]
+    raise ConfigError(f"{kind.title} heads cannot be trained or adapted; the kinds that can are {', '.join(KINDS)}")
 
 
 def aux_layers_of(target: Target, config: TrainSettings, head: Head | None = None) -> tuple[int, ...]:

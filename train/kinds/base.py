@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -28,33 +29,29 @@ from eagle_mlx.target import Target, arrays_of
 from ..config import TrainSettings, pass_type
 from ..kind_settings import KIND_SETTINGS
 from ..unroll import unroll_feedback
-from .least_squares import Matrix, Moments
+from .least_squares import Matrix, Moments, Piece
 
 Head = HeadBase[Any]
 H = TypeVar("H", bound=Head)
+Kept = NDArray[np.int64] | None  # [Vd]: the target's ids of a draft vocabulary, ascending; None for all
 SPREAD = 0.02  # standard deviation of random weights
-Jitter = Callable[[mx.array], mx.array]
-"""Adds noise to float32 hidden states [B, L, n], and casts them to the head's compute dtype."""
+Jitter = Callable[[mx.array], mx.array]  # adds noise to float32 hidden states [B, L, n], and casts them for the head
 _SHAPE = {
     **{"draft_vocab": "draft_vocab_size", "aux_layers": "aux_layers", "layers": "num_hidden_layers"},
     **{"intermediate_size": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
-}
-"""Settings of a new head's shape, and the fields of its config that they determine."""
+}  # settings of a new head's shape, and the fields of its config that they determine
 
 
 class Kind(ABC, Generic[H]):
-    """A kind of head: how to initialize it, which states it reads, how it unrolls draft steps, how to save it.
-
-    By default it reads only the last layer, and drafts the target's whole vocabulary.
-    """
+    """A kind of head. By default it reads only the last layer, and drafts the target's whole vocabulary."""
 
     head_class: type[H]
-    unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)
-    """Returns the outputs of all draft steps."""
+    unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)  # the outputs of all draft steps
     in_blocks: ClassVar[bool] = False  # whether the draft steps are the slots of one block after each anchor
     confidence_weight: ClassVar[float] = 0.0  # weight of the binary cross-entropy of the head's confidence
 
-    def share(self, slot: int) -> float:
+    @staticmethod
+    def share(slot: int) -> float:
         """Return the share of anchors whose blocks reach this slot, from 0, in one pass."""
         return 1.0
 
@@ -65,12 +62,10 @@ class Kind(ABC, Generic[H]):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """This kind's defaults for open settings."""
         return KIND_SETTINGS[self.name].defaults
 
     @property
     def foreign(self) -> Mapping[str, str]:
-        """Settings that it does not support, with reasons."""
         return KIND_SETTINGS[self.name].foreign
 
     @property
@@ -78,9 +73,7 @@ class Kind(ABC, Generic[H]):
         return KINDS[self.name].title
 
     @abstractmethod
-    def head_config(
-        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
-    ) -> Any:
+    def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
         """Return the config of a new head. Raises ConfigError if the target cannot have such a head."""
 
     def blank(self, target: Target, config: TrainSettings) -> H:
@@ -105,21 +98,14 @@ class Kind(ABC, Generic[H]):
         """Return the target layers that a new head reads, without the last."""
         return ()
 
-    def new(
-        self, target: Target, config: TrainSettings, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
-    ) -> H:
-        """Return an untrained head with the configured shape. Arguments as in `untrained`."""
-        size = target.vocab_size if kept is None else len(kept)
-        return self.untrained(target, self.head_config(target, config, size, aux_layers), kept, config.run.seed)
+    def new(self, target: Target, config: TrainSettings, kept: Kept, aux_layers: tuple[int, ...]) -> H:
+        """Return a head with the configured shape: random, with a layer that adds nothing.
 
-    def untrained(self, target: Target, shape: Any, kept: NDArray[np.int64] | None, seed: int) -> H:
-        """Return a head with this config: random, with a layer that adds nothing.
-
-        Its final norm and output projection, if it has them, are the target's. `kept` [Vd]: the target's ids of the
-        draft vocabulary, None for all.
+        Its final norm and output projection, if it has them, are the target's.
         """
+        shape = self.head_config(target, config, target.vocab_size if kept is None else len(kept), aux_layers)
         head = self.made(shape, None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32))
-        randomize(head, seed)
+        randomize(head, config.run.seed)
         if "norm" in head:
             head.norm.weight = final_norm(target)
         if "lm_head" in head:
@@ -130,9 +116,7 @@ class Kind(ABC, Generic[H]):
         return head
 
     @abstractmethod
-    def guess(
-        self, head: H, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def guess(self, head: H, following: mx.array, aux: list[mx.array], last: mx.array) -> Piece:
         """Return the inputs and the desired outputs of a new head's linear start.
 
         following [1, L - 1, E] float32: the embeddings of tokens 1 to L - 1. aux, last [1, L, H] float32: the outputs
@@ -170,12 +154,12 @@ class Kind(ABC, Generic[H]):
     def mismatches(self, head: H, config: TrainSettings) -> Mapping[str, Any]:
         """Return a loaded head's values of the settings that determine a new head's shape."""
         shape = head.config
-        found = {name: getattr(shape, field) for name, field in _SHAPE.items() if hasattr(shape, field)}
+        own = {name: getattr(shape, field) for name, field in _SHAPE.items() if hasattr(shape, field)}
         if "lm_head" in head and not config.head.lora_rank:
-            found.pop("draft_vocab", None)  # the data may choose another
-        elif found.get("draft_vocab") == shape.vocab_size <= (config.head.draft_vocab or 0):
-            found["draft_vocab"] = config.head.draft_vocab
-        return found
+            own.pop("draft_vocab", None)  # the data may choose another
+        elif own.get("draft_vocab") == shape.vocab_size <= (config.head.draft_vocab or 0):
+            own["draft_vocab"] = config.head.draft_vocab
+        return own
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
         """Return the features [B, L, H] of the first draft step from captured states [B, L, (n + 1) * Ht], jittered."""
@@ -208,8 +192,8 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     for path, part in module.named_modules():
         own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
         if "scales" in own:
-            how = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
-            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **how)
+            form = {"group_size": part.group_size, "bits": part.bits, "mode": getattr(part, "mode", "affine")}
+            own["weight"] = mx.dequantize(own["weight"], own.pop("scales"), own.pop("biases", None), **form)
         for name, value in own.items():
             full = f"{path}.{name}" if path else name
             plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
@@ -242,11 +226,19 @@ def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
     }
 
 
-def randomize(module: nn.Module, seed: int) -> None:
-    """Set norms to one, biases and the layers' output matrices to zero, and other matrices to random values.
+def mask_token(target: Target) -> int:
+    """Return the id of a head's mask tokens: an unused id if the embedding has one, else the end of text.
 
-    A layer then adds nothing to its input.
+    The embedding stays the target's. Its text never contains an unused id, and no draft follows the end of text.
     """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is not None and (used := len(tokenizer.get_vocab())) < target.vocab_size:
+        return used
+    return min(target.eos_token_ids, default=target.vocab_size - 1)
+
+
+def randomize(module: nn.Module, seed: int) -> None:
+    """Set norms to one, biases and the layers' output matrices to zero, so that they add nothing; others at random."""
     rng = np.random.default_rng(seed)
 
     def start(path: str, weight: mx.array) -> mx.array:
@@ -289,7 +281,7 @@ def choose_trained(head: Head, config: TrainSettings) -> None:
     rng = np.random.default_rng(config.run.seed)
     in_logits = ("lm_head", "markov_head", "confidence_head")  # a row for each token, or a single one
     adapted = []
-    for path, part in sorted(head.named_modules(), key=lambda found: found[0]):
+    for path, part in sorted(head.named_modules(), key=itemgetter(0)):
         if isinstance(part, nn.Linear) and not path.startswith(in_logits):
             added: LoRALinear = LoRALinear.from_base(part, config.head.lora_rank)
             most = 1 / math.sqrt(part.weight.shape[1])

@@ -24,9 +24,9 @@ from eagle_mlx.target import Target
 
 from ..config import TrainSettings
 from ..unroll import HIDDEN, Inputs, Step, recomputed, take_rows
-from .base import SPREAD, Head, Kind, final_norm, layer_shape, projection
+from .base import SPREAD, Head, Kind, final_norm, layer_shape, mask_token, projection
 from .eagle3 import attend_to_itself
-from .least_squares import Matrix, Moments, factors
+from .least_squares import Matrix, Moments, Piece, factors
 
 LAGS = 3  # slots whose states the map predicts: later ones depend little on the context's newest position
 
@@ -45,47 +45,6 @@ def lagged(states: mx.array, following: mx.array, wanted: mx.array) -> tuple[mx.
     x = mx.concatenate([mx.concatenate(read, axis=1), mx.concatenate(tokens, axis=1)], axis=-1)
     ones = mx.ones((*x.shape[:2], 1))
     return mx.concatenate([x, ones], axis=-1), mx.concatenate([wanted[:, slot:] for slot in slots], axis=1)
-
-
-def begin_linear(head: BlockHead, guess: Matrix, by: Moments) -> None:
-    """Initialize a new head to compute the map [D + E + 1, H] of `lagged` inputs, as far as its ranks allow.
-
-    The token's part goes through the Markov head, if any; the states' part goes through the value path of the first
-    layer's attention, whose scores depend on the distance alone: keys are one constant vector for context features and
-    its negative for the block's own slots, queries are that vector for every token, and RoPE lowers the score with the
-    distance. The norms of queries and keys make them exactly constant.
-    """
-    target, size = head.target, head.config.hidden_size
-    read = head.fc.weight.shape[1]
-    of_states, of_token = guess[:read], guess[read:]
-    scale = by.root_mean_square(of_states)
-    head.fc.weight = mx.array(np.ascontiguousarray(of_states.T))
-    head.norm.weight = final_norm(target) * scale
-    attention: Any = head.layers[0].self_attn
-    mask = np.array(unit(head.embed(mx.array([head.config.mask_token_id])).astype(mx.float32)))[0]
-    count, sums = by.count, by.xx[-1]
-    features, tokens = of_states.T @ by.xx[:read, :read] @ of_states, by.xx[read:-1, read:-1]
-    sum_features, sum_tokens = of_states.T @ sums[:read], sums[read:-1]
-    features, sum_features = features / scale**2, sum_features / scale
-    each = count * np.outer(mask, mask)
-    queries = _solved(tokens + each, sum_tokens + count * mask)
-    keys = _solved(features + tokens + each, sum_features - sum_tokens - count * mask)
-    for layer, weights in ((attention.q_proj, queries), (attention.k_proj, keys)):
-        noise = layer.weight * (0.1 / SPREAD / size**0.5)
-        layer.weight = noise + mx.array(np.tile(weights, (layer.weight.shape[0], 1)).astype(np.float32))
-    # With 8, scores of 64 dimensions differ by 2 to 5 between the two newest positions.
-    attention.q_norm.weight = mx.full(attention.q_norm.weight.shape, 8.0)
-    rank = attention.kv_heads * attention.q_norm.weight.shape[0]
-    _, directions = np.linalg.eigh(features)
-    kept = directions[:, -rank:]
-    attend_to_itself(attention, (_output_size(head) * kept @ kept.T).astype(np.float32))
-    if head.config.markov_head is not None:
-        left, right = factors(np.ascontiguousarray(of_token.T), head.config.markov_rank)
-        vocabulary = unit(head.embed(mx.arange(target.vocab_size)).astype(mx.float32))
-        vocabulary = mx.concatenate([vocabulary, mx.ones((target.vocab_size, 1))], axis=-1)
-        head.markov_head.markov_w1.weight = vocabulary @ mx.array(right).T
-        rows = projection(target) if head.token_ids is None else projection(target)[head.token_ids]
-        head.markov_head.markov_w2.weight = (rows * final_norm(target)) @ mx.array(left)
 
 
 def _output_size(head: BlockHead) -> float:
@@ -114,7 +73,6 @@ def unroll_blocks(head: BlockHead, inputs: Inputs, steps: int, recompute: bool =
     """Return the normed states of the first `steps` drafts of each anchor's block: `steps` times [B, A, H].
 
     A block sees the context strictly before its anchor, as in decoding: the target has not read the newest token yet.
-
     With `recompute`, only the inputs of each layer are kept for the gradient.
     """
     embeddings, g, segments, anchors = inputs
@@ -141,18 +99,18 @@ def with_latents(head: Head, outputs: list[mx.array], tokens: mx.array, anchors:
     gradient of an embedding is as large as the vocabulary.
     """
     embeddings, last = head.markov_head.embedding(tokens), tokens.shape[1] - 1
-    state, found = None, []
+    state, joined = None, []
     for slot, h in enumerate(outputs):
         before = take_rows(embeddings, mx.minimum(anchors + slot, last))
         latent, state = head.markov_head.latent(before, h, state)
-        found.append(mx.concatenate([h, latent, before], axis=-1))
-    return found
+        joined.append(mx.concatenate([h, latent, before], axis=-1))
+    return joined
 
 
 def _layer(
     layer: BlockLayer, sees: BlockAttention, segments: mx.array, anchors: mx.array, x: mx.array, g: mx.array
 ) -> list[mx.array]:
-    """x [B * A, b, H], g [B, L, H] -> [B * A, b, H]."""
+    """Return [B * A, b, H] for x [B * A, b, H] and g [B, L, H]."""
     past_keys, past_values = layer.self_attn.context(g, 0)
     context, block = _masks(sees, segments, anchors, x.shape[1])
 
@@ -226,17 +184,15 @@ class BlockKind(Kind[B]):
     in_blocks = True
     unroll = staticmethod(unroll_blocks)
 
-    def head_config(
-        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
-    ) -> BlockConfig:
+    def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
         """Return the config of a new head for `config.optimization.unroll` drafts.
 
         With the target's whole vocabulary, the head uses the target's output projection.
         """
         return BlockConfig(
             **layer_shape(target, config),
-            draft_vocab_size=draft_vocab_size,
-            own_lm_head=draft_vocab_size < target.vocab_size,
+            draft_vocab_size=vocab_size,
+            own_lm_head=vocab_size < target.vocab_size,
             aux_layers=aux_layers,
             num_hidden_layers=config.head.layers or self.defaults["layers"],
             block_size=config.optimization.unroll,
@@ -246,14 +202,49 @@ class BlockKind(Kind[B]):
     def aux_layers(self, target: Target, config: TrainSettings) -> tuple[int, ...]:
         return config.head.aux_layers or spread_layers(target.num_layers)
 
-    def guess(
-        self, head: B, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def guess(self, head: B, following: mx.array, aux: list[mx.array], last: mx.array) -> Piece:
         wanted = mx.fast.rms_norm(last, None, head.config.rms_norm_eps)
         return lagged(mx.concatenate(aux, axis=-1)[:, :-1], following, wanted[:, 1:])
 
     def begin_as(self, head: B, guess: Matrix, by: Moments) -> None:
-        begin_linear(head, guess, by)
+        """Initialize a new head to compute the map [D + E + 1, H] of `lagged` inputs, as far as its ranks allow.
+
+        The token's part goes through the Markov head, if any; the states' part goes through the value path of the first
+        layer's attention, whose scores depend on the distance alone: keys are one constant vector for context features
+        and its negative for the block's own slots, queries are that vector for every token, and RoPE lowers the score
+        with the distance. The norms of queries and keys make them exactly constant.
+        """
+        target, size = head.target, head.config.hidden_size
+        read = head.fc.weight.shape[1]
+        of_states, of_token = guess[:read], guess[read:]
+        scale = by.root_mean_square(of_states)
+        head.fc.weight = mx.array(np.ascontiguousarray(of_states.T))
+        head.norm.weight = final_norm(target) * scale
+        attention: Any = head.layers[0].self_attn
+        mask = np.array(unit(head.embed(mx.array([head.config.mask_token_id])).astype(mx.float32)))[0]
+        count, sums = by.count, by.xx[-1]
+        features, tokens = of_states.T @ by.xx[:read, :read] @ of_states, by.xx[read:-1, read:-1]
+        sum_features, sum_tokens = of_states.T @ sums[:read], sums[read:-1]
+        features, sum_features = features / scale**2, sum_features / scale
+        masks = count * np.outer(mask, mask)
+        queries = _solved(tokens + masks, sum_tokens + count * mask)
+        keys = _solved(features + tokens + masks, sum_features - sum_tokens - count * mask)
+        for layer, weights in ((attention.q_proj, queries), (attention.k_proj, keys)):
+            noise = layer.weight * (0.1 / SPREAD / size**0.5)
+            layer.weight = noise + mx.array(np.tile(weights, (layer.weight.shape[0], 1)).astype(np.float32))
+        # With 8, scores of 64 dimensions differ by 2 to 5 between the two newest positions.
+        attention.q_norm.weight = mx.full(attention.q_norm.weight.shape, 8.0)
+        rank = attention.kv_heads * attention.q_norm.weight.shape[0]
+        _, directions = np.linalg.eigh(features)
+        kept = directions[:, -rank:]
+        attend_to_itself(attention, (_output_size(head) * kept @ kept.T).astype(np.float32))
+        if head.config.markov_head is not None:
+            left, right = factors(np.ascontiguousarray(of_token.T), head.config.markov_rank)
+            vocabulary = unit(head.embed(mx.arange(target.vocab_size)).astype(mx.float32))
+            vocabulary = mx.concatenate([vocabulary, mx.ones((target.vocab_size, 1))], axis=-1)
+            head.markov_head.markov_w1.weight = vocabulary @ mx.array(right).T
+            rows = projection(target) if head.token_ids is None else projection(target)[head.token_ids]
+            head.markov_head.markov_w2.weight = (rows * final_norm(target)) @ mx.array(left)
 
     def mismatches(self, head: B, config: TrainSettings) -> Mapping[str, Any]:
         shape = head.config
@@ -305,14 +296,3 @@ def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     if last <= 1:
         return (num_layers // 2,)
     return tuple(sorted({round(1 + i * (last - 1) / (count - 1)) for i in range(count)}))
-
-
-def mask_token(target: Target) -> int:
-    """Return the id of a block's mask tokens: an unused id if the embedding has one, else the end of text.
-
-    The embedding stays the target's. Its text never contains an unused id, and no draft follows the end of text.
-    """
-    tokenizer: Any = target.tokenizer
-    if tokenizer is not None and (used := len(tokenizer.get_vocab())) < target.vocab_size:
-        return used
-    return min(target.eos_token_ids, default=target.vocab_size - 1)

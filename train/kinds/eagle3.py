@@ -1,31 +1,43 @@
-"""EAGLE-3: reads hidden states of several layers; has its own draft vocabulary and output projection.
+"""EAGLE-3 and P-EAGLE: read hidden states of several layers; have an own draft vocabulary and output projection.
 
 A head predicts the target's state at the next token from the states at this token and the next token's embedding. With
 several layers, its first layer predicts the input of the target's last layers, and copies of those do the rest.
 Training unrolls draft steps over a whole batch ("training-time test"): Li et al. 2025, EAGLE-3, section 3.2 and figure
 6; SafeAILab/EAGLE and sgl-project/SpecForge.
+
+P-EAGLE drafts its later tokens from mask tokens, all in one forward: arXiv 2602.01469; vllm-project/speculators,
+`models/peagle` (which slots a pass keeps, their masks and loss).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
-from eagle_mlx.heads.layers import Attention
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
+from eagle_mlx.heads.eagle3.head import DecoderLayer
+from eagle_mlx.heads.layers import Attention, PlainLayer
 from eagle_mlx.target import Target
 
 from ..config import TrainSettings
-from ..unroll import HIDDEN, Inputs, run_steps, take_rows, unroll_feedback
-from .base import SPREAD, Kind, layer_shape, plain_weights
-from .least_squares import Matrix, Moments, factors
+from ..kind_settings import ANCHOR_SHARE
+from ..unroll import HIDDEN, Inputs, Step, UnrolledCache, recomputed, run_steps, take_rows, unroll_feedback
+from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights
+from .least_squares import Matrix, Moments, Piece, factors
+
+NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
+"""Parts of the head that a draft step does not use."""
+_LEAST = 0.2  # the least share of all anchors that a slot of P-EAGLE keeps
+_CONSTANT = 1e-3  # an input of the linear start too small to be used, whose products with the others give their mean
 
 
 def tie_queries_to_keys(attention: Attention) -> None:
@@ -41,8 +53,8 @@ def tie_queries_to_keys(attention: Attention) -> None:
     keys = keys * (spread / SPREAD)
     attention.k_proj.weight = keys
     shared = keys.reshape(attention.kv_heads, 1, dim, width)
-    each = mx.broadcast_to(shared, (attention.kv_heads, attention.heads // attention.kv_heads, dim, width))
-    attention.q_proj.weight = each.reshape(attention.heads * dim, width)
+    by_head = mx.broadcast_to(shared, (attention.kv_heads, attention.heads // attention.kv_heads, dim, width))
+    attention.q_proj.weight = by_head.reshape(attention.heads * dim, width)
 
 
 def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
@@ -56,8 +68,8 @@ def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
     values = np.zeros(attention.v_proj.weight.shape, np.float32)
     values[:, : matrix.shape[1]] = right
     group = attention.heads // attention.kv_heads
-    each = left.reshape(len(left), attention.kv_heads, 1, size) / group
-    output = np.broadcast_to(each, (len(left), attention.kv_heads, group, size))
+    part = left.reshape(len(left), attention.kv_heads, 1, size) / group
+    output = np.broadcast_to(part, (len(left), attention.kv_heads, group, size))
     attention.v_proj.weight = mx.array(values)
     attention.o_proj.weight = mx.array(np.ascontiguousarray(output).reshape(attention.o_proj.weight.shape))
 
@@ -97,9 +109,9 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
         source = target.layers[number]
         own = _in_halves(source, plain_weights(source))
         wanted = {name: value.shape for name, value in plain_weights(layer).items()}
-        found = {name: value.shape for name, value in own.items()}
-        if found != wanted:
-            odd = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
+        has = {name: value.shape for name, value in own.items()}
+        if has != wanted:
+            odd = sorted(name for name in {**has, **wanted} if has.get(name) != wanted.get(name))
             raise ConfigError(
                 f"--layers {count}: layer {number} of {target.name or 'the target'} has weights that a head "
                 f"cannot have: {', '.join(odd[:4])}; use --layers 1"
@@ -123,10 +135,6 @@ def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.a
         return x.reshape(-1, width // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
     return {name: even_first(x) if name.startswith(turned) else x for name, x in weights.items()}
-
-
-NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
-"""Parts of the head that a draft step does not use."""
 
 
 def unroll(head: Eagle3Head, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
@@ -202,8 +210,8 @@ def attend(
 def project_each(attention: Attention, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return queries, keys and values [B, heads, P, D] of x [B, P, width] at rotary positions [B, P]."""
     b, count, width = x.shape
-    each = attention.project(x.reshape(b * count, 1, width), positions.reshape(-1))
-    q, k, v = (y.reshape(b, count, y.shape[1], y.shape[3]).swapaxes(1, 2) for y in each)
+    projected = attention.project(x.reshape(b * count, 1, width), positions.reshape(-1))
+    q, k, v = (y.reshape(b, count, y.shape[1], y.shape[3]).swapaxes(1, 2) for y in projected)
     return q, k, v
 
 
@@ -211,13 +219,11 @@ class Eagle3Kind(Kind[Eagle3Head]):
     head_class = Eagle3Head
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll)
 
-    def head_config(
-        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
-    ) -> Eagle3Config:
+    def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
         layers = config.head.layers or self.defaults["layers"]
         return Eagle3Config(
             **layer_shape(target, config),
-            draft_vocab_size=draft_vocab_size,
+            draft_vocab_size=vocab_size,
             target_hidden_size=target.hidden_size,
             aux_layers=aux_layers,
             norm_before_fc=config.head.feature_norm == "all",
@@ -243,23 +249,21 @@ class Eagle3Kind(Kind[Eagle3Head]):
     def aux_layers(self, target: Target, config: TrainSettings) -> tuple[int, ...]:
         return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers or 1)
 
-    def untrained(self, target: Target, shape: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
+    def new(self, target: Target, config: TrainSettings, kept: Kept, aux_layers: tuple[int, ...]) -> Eagle3Head:
         """Return a head that starts as a projection of its feature, before copies of the target's last layers."""
-        head = super().untrained(target, shape, kept, seed)
+        head = super().new(target, config, kept, aux_layers)
         tie_queries_to_keys(head.midlayer.self_attn)
-        if shape.num_hidden_layers > 1:
-            check_reads_front(target.num_layers, shape.num_hidden_layers, shape.aux_layers)
+        if head.config.num_hidden_layers > 1:
+            check_reads_front(target.num_layers, head.config.num_hidden_layers, aux_layers)
             for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
                 layer.load_weights(list(weights.items()))
         mx.eval(head.parameters())
         return head
 
-    def guess(
-        self, head: Eagle3Head, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def guess(self, head: Eagle3Head, following: mx.array, aux: list[mx.array], last: mx.array) -> Piece:
         inputs = [head.read(aux)[:, :-1], head.midlayer.input_layernorm(following)]
         if head.config.num_hidden_layers > 1:  # the copies of the target's layers continue from here
-            front = target.num_layers - head.config.num_hidden_layers
+            front = head.target.num_layers - head.config.num_hidden_layers
             wanted = aux[head.config.aux_layers.index(front)]
         else:
             wanted = mx.fast.rms_norm(last, None, head.config.rms_norm_eps)
@@ -276,12 +280,100 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
     def mismatches(self, head: Eagle3Head, config: TrainSettings) -> Mapping[str, Any]:
         shape = head.config
-        found = dict(super().mismatches(head, config))
+        own = dict(super().mismatches(head, config))
         if (config.head.layers or 0) > shape.num_hidden_layers and not config.head.lora_rank:
-            found["layers"] = config.head.layers  # it gets more
+            own["layers"] = config.head.layers  # it gets more
         return {
-            **found,
+            **own,
             "feature_norm": "each" if shape.fc_norm else "all" if shape.norm_before_fc else "none",
             "recycle": "normed" if shape.norm_output else "output",
             "norm_before_residual": shape.norm_before_residual,
         }
+
+
+def share_of(slot: int) -> float:
+    """Return the share of all anchors that keep this slot, from 0."""
+    return max(ANCHOR_SHARE**slot, _LEAST)
+
+
+def unroll_masks(head: PEagleHead, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
+    """Return the outputs of the first `steps` drafts of each anchor: `steps` times [B, A, H].
+
+    Draft 0 is the output at the index before the anchor, which reads the anchor's embedding, as in EAGLE-3. Draft d is
+    that of the d-th mask token, which sees the indices up to that one and the mask tokens up to itself; it is computed
+    for the first anchors alone, by `share_of`, and zero for the others.
+    """
+    embeddings, g, segments, anchors = inputs
+    (rows, count), indices = anchors.shape, mx.maximum(anchors - 1, 0)
+    counts = [math.ceil(share_of(depth) * count) for depth in range(1, steps)]
+    following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
+    read = [following, g]
+    if counts:
+        read += [x.astype(embeddings.dtype) for x in head.mask_inputs(rows, sum(counts))]
+    seen = UnrolledCache(segments).make_mask(segments.shape[1]), causal_mask(segments, indices)
+    places = [indices[:, :most] + depth for depth, most in enumerate(counts, 1)]
+    layers: list[Any] = [head.midlayer, *(head.layers if head.config.num_hidden_layers > 1 else [])]
+    for layer in layers:
+        step: Step = partial(_layer, layer, *seen, places)
+        step = recomputed(layer, step) if recompute else step
+        read = step(*read)
+    first, *slots = map(head.next_feature, read)
+    ends = [sum(counts[:depth]) for depth in range(1, len(counts))]
+    later = list(mx.split(slots[0], ends, axis=1)) if slots else []
+    return [take_rows(first, indices), *(mx.pad(x, [(0, 0), (0, count - x.shape[1]), (0, 0)]) for x in later)]
+
+
+def _layer(
+    layer: DecoderLayer | PlainLayer, causal: mx.array, past: mx.array, places: list[mx.array], *read: mx.array
+) -> list[mx.array]:
+    """Run a layer over all indices and all mask tokens.
+
+    causal [B, 1, L, L] and past [B, 1, 1, A, L]: masks of the indices and of the anchors; places: for each depth, the
+    positions [B, A or fewer] of mask tokens; read: the layer's inputs at the indices, then those of the mask tokens.
+    """
+    attention: Any = layer.self_attn
+    own = len(read) // 2 if places else len(read)
+    x, residual = layer.inputs(*read[:own])
+    q, keys, values = attention.project(x)
+    attended = mx.fast.scaled_dot_product_attention(q, keys, values, scale=attention.scale, mask=causal)
+    outputs = [layer.finish(residual, attention.output(attended))]
+    if not places:
+        return outputs
+    x, residual = layer.inputs(*read[own:])
+    of_masks = project_each(attention, x, mx.concatenate(places, axis=1))
+    of_slots: list[mx.array] = []
+    pairs: list[tuple[mx.array, mx.array]] = []
+    begin = 0
+    for place in places:
+        most = place.shape[1]
+        q, k, v = (x[:, :, begin : begin + most] for x in of_masks)
+        pairs = [(k[:, :, :most], v[:, :, :most]) for k, v in [*pairs, (k, v)]]
+        of_slots.append(attend(q * attention.scale, keys, values, past[..., :most, :], pairs))
+        begin += most
+    return [*outputs, layer.finish(residual, attention.output(mx.concatenate(of_slots, axis=2)))]
+
+
+class PEagleKind(Eagle3Kind):
+    """Loss: EAGLE-3's at each slot. In one pass, fewer anchors keep each later slot.
+
+    `--unroll` is the number of drafts. The published loss is a mean over all slots, so a depth counts by its share.
+    """
+
+    head_class: type[Any] = PEagleHead
+    in_blocks = True
+    unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_masks)
+    share = staticmethod(share_of)
+
+    def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> PEagleConfig:
+        plain = super().head_config(target, config, *rest)
+        return PEagleConfig(**asdict(plain), mask_token_id=mask_token(target))
+
+    def guess(self, head: Eagle3Head, *states: Any) -> Piece:
+        x, wanted = super().guess(head, *states)
+        return mx.concatenate([x, mx.full((*x.shape[:2], 1), _CONSTANT)], axis=-1), wanted
+
+    def begin_as(self, head: Eagle3Head, guess: Matrix, by: Moments) -> None:
+        """Initialize the map, and mask tokens with the mean of what `fc` reads."""
+        super().begin_as(head, guess[:-1], by)
+        mean = by.xx[-1, : head.fc.weight.shape[1]] / (_CONSTANT * by.count)
+        head["mask_hidden"] = mx.array(mean)[None, None]

@@ -14,7 +14,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainSettings
 from .base import Kind, layer_shape
-from .least_squares import Matrix, Moments
+from .least_squares import Matrix, Moments, Piece
 
 
 class EagleKind(Kind[EagleHead]):
@@ -25,10 +25,8 @@ class EagleKind(Kind[EagleHead]):
     def head_config(self, target: Target, config: TrainSettings, *_: Any) -> EagleConfig:
         return EagleConfig(**layer_shape(target, config))
 
-    def guess(
-        self, head: EagleHead, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        states = target.norm(last.astype(target.dtype)).astype(mx.float32)
+    def guess(self, head: EagleHead, following: mx.array, aux: list[mx.array], last: mx.array) -> Piece:
+        states = head.target.norm(last.astype(head.target.dtype)).astype(mx.float32)
         return mx.concatenate([following, states[:, :-1]], axis=-1), states[:, 1:]
 
     def begin_as(self, head: EagleHead, guess: Matrix, by: Moments) -> None:
@@ -55,10 +53,8 @@ class MTPKind(Kind[MTPHead]):
             name = target.name or "this target"
             raise ConfigError(f"no MTP head is possible for {name}: {e}; try --head eagle3") from e
 
-    def guess(
-        self, head: MTPHead, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        states = head.features([last.astype(target.dtype)]).astype(mx.float32)
+    def guess(self, head: MTPHead, following: mx.array, aux: list[mx.array], last: mx.array) -> Piece:
+        states = head.features([last.astype(head.target.dtype)]).astype(mx.float32)
         wanted = mx.fast.rms_norm(last, None, float(head.config.layer["rms_norm_eps"]))
         return head.normed(following, states[:, :-1]), wanted[:, 1:]
 

@@ -69,27 +69,27 @@ def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
 
     The ridge with the least error on held-out pieces is chosen; the strongest if there is only one piece.
     """
-    found: Moments | None = None
+    moments: Moments | None = None
     waiting: list[Piece] = []
     judges: list[Piece] = []
     for number, (x, y) in enumerate(pieces):
         piece = x.astype(mx.float32), y.astype(mx.float32)
         mx.eval(piece)
         inputs, outputs = x.shape[1], y.shape[1]
-        found = found or Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32))
+        moments = moments or Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32))
         judging = number % _HELD_OUT == 1 and _length(judges) < _JUDGES
         (judges if judging else waiting).append(piece)
         if _length(waiting) >= _POSITIONS:
-            found.add(*_joined(waiting))
+            moments.add(*_joined(waiting))
             waiting = []
-    if found is None:
+    if moments is None:
         return None
     if waiting:
-        found.add(*_joined(waiting))
+        moments.add(*_joined(waiting))
     if not judges:
-        return found.solution(_RIDGES[-1]), found
+        return moments.solution(_RIDGES[-1]), moments
     judged = _joined(judges)
-    return min(map(found.solution, _RIDGES), key=lambda b: error(b, *judged)), found
+    return min(map(moments.solution, _RIDGES), key=lambda b: error(b, *judged)), moments
 
 
 def _length(pieces: Sequence[Piece]) -> int:

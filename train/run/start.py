@@ -136,7 +136,7 @@ def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterato
             if tokens.size < 3:
                 continue
             aux, last = _states(head, target, sample)
-            x, y = kind.guess(head, target, head.embed(tokens).astype(mx.float32)[:, 1:], aux, last)
+            x, y = kind.guess(head, head.embed(tokens).astype(mx.float32)[:, 1:], aux, last)
             if not bool(mx.all(mx.isfinite(x)) & mx.all(mx.isfinite(y))):
                 continue  # the first step that reads it will report it
             yield x[0, 1:], y[0, 1:]
