@@ -16,7 +16,7 @@ from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 from .config import TrainConfig
 from .kind_settings import KIND_SETTINGS
 from .recipes import OWN_RECIPE, recipe_names
-from .report.runs import main as report
+from .report import main as report
 
 _HELP = """\
 Train a new head for a target, or continue training an existing one.

@@ -16,7 +16,7 @@ from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.publish.bundle import read_source
 from eagle_mlx.train.publish.card import of_training
-from eagle_mlx.train.report.plots import PICTURES
+from eagle_mlx.train.report import PICTURES
 from tests.fakes import tiny_target_folder
 
 SMALL = [

@@ -333,6 +333,16 @@ def test_the_last_portion_leaves_time_to_learn_it(
         assert tokens <= 2 * made
 
 
+def test_an_error_tells_that_the_time_was_over_before_a_conversation_to_learn_from(
+    target: Target, tmp_path: Path
+) -> None:
+    """The only conversation is one that the split holds out."""
+    config = resolve(config_of(tmp_path / "head", seed=57), target.hidden_size)
+    limits = MakeLimits(enough=lambda made, coming: True, over=lambda made: made > 0)
+    with pytest.raises(DataError, match="had written a conversation to learn from; raise --hours"):
+        portions.Portions(target, config, tmp_path).make(0, 0, 100, limits, None)
+
+
 def test_without_time_to_make_data_the_rest_goes_to_learning() -> None:
     assert next_portion(10, 1000, 0, 2, Rates(100, 100)) == (0, True)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from eagle_mlx.train.report.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_comparison, write_plots
+from eagle_mlx.train.report import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_comparison, write_plots
 
 
 def a_run(muon: bool = False) -> list[dict[str, Any]]:

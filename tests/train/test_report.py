@@ -9,7 +9,7 @@ import pytest
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.report.runs import differing_settings, read_run
+from eagle_mlx.train.report import differing_settings, read_run
 from eagle_mlx.train.run.tracker import Tracker
 
 TAUS = {0: 1.0, 10: 1.8, 20: 1.6}

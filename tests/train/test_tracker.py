@@ -9,7 +9,7 @@ import pytest
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import FILE, Generation
-from eagle_mlx.train.report.runs import METRICS, read_rows, truncate
+from eagle_mlx.train.report import METRICS, read_rows, truncate
 from eagle_mlx.train.run.tracker import Tracker
 
 

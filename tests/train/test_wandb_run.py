@@ -15,8 +15,7 @@ import wandb
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.report.plots import write_plots
-from eagle_mlx.train.report.runs import METRICS, read_rows
+from eagle_mlx.train.report import METRICS, read_rows, write_plots
 from eagle_mlx.train.run.tracker import Tracker, check_wandb, end_service
 from tests.train.test_plots import a_run
 

@@ -5,6 +5,7 @@ from .examples import Examples, InMemory, Joined, OnDisk
 from .sources import (
     EvalPrompts,
     TrainData,
+    amount,
     capture_rows,
     check_warmup,
     data_on_disk,

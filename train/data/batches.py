@@ -182,10 +182,7 @@ class Rows:
 
 
 class Batches:
-    """The batches of an epoch, determined by the seed, the epoch and the samples.
-
-    If several processes train together, a batch has `rows` rows for each, and each process reads its own.
-    """
+    """The batches of an epoch. Of several processes that train together, each reads its own `rows` of a batch."""
 
     def __init__(self, samples: Examples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
         self.samples = samples
@@ -211,8 +208,8 @@ class Batches:
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
         """Yield the epoch's batches, without the first `skip`. Close the generator to stop its thread.
 
-        All processes get the same number of batches. If the last one has fewer rows than there are processes, some get
-        no rows. Raises the errors of reading a sample, such as ShardError.
+        All processes get the same number of batches; some get no rows of a last one that is too small. Raises the
+        errors of reading a sample, such as ShardError.
         """
         batches = self._batches(epoch)[skip:]
         parts = [self._world.part(len(batch.rows)) for batch in batches]
@@ -222,7 +219,10 @@ class Batches:
             for at, (rows, _) in zip(parts, own, strict=True):
                 own_rows = next(stream) if rows else Rows(none, none.astype(np.uint8), none, None)
                 samples = tuple(tuple(piece.sample for piece in row) for row in rows)
-                yield dataclasses.replace(own_rows, first=at.start, samples=samples, texts=self._texts(rows))
+                texts: tuple[tuple[NDArray[np.int32], ...], ...] = ()
+                if not self.samples.has_states:
+                    texts = tuple(tuple(self.samples[p.sample].tokens[: p.stop] for p in row) for row in rows)
+                yield dataclasses.replace(own_rows, first=at.start, samples=samples, texts=texts)
 
     def learned(self, begin: int, until: tuple[int, int], count: int | None = None, first: int = 0) -> set[Piece]:
         """Return what was learned from the first `count` samples, or all, from epoch `begin` up to an epoch and batch.
@@ -249,12 +249,6 @@ class Batches:
             for batch in batches:
                 states = batch["states"].view(np.uint16) if self.samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
-
-    def _texts(self, rows: Sequence[Row]) -> tuple[tuple[NDArray[np.int32], ...], ...]:
-        """Return what the target must read of these rows' conversations; nothing if their states are captured."""
-        if self.samples.has_states:
-            return ()
-        return tuple(tuple(self.samples[piece.sample].tokens[: piece.stop] for piece in row) for row in rows)
 
     def _batches(self, epoch: int) -> list[PackedBatch]:
         if epoch not in self._packed:

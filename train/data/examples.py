@@ -139,8 +139,8 @@ def choose_draft_vocab(
 ) -> NDArray[np.int64]:
     """Return the `size` most frequent token ids of counts [V], ascending, including `always` (special tokens).
 
-    Of equally frequent ones, those that a head `had` come first, then lower ids, so the result is reproducible. Raises
-    ConfigError if `size` is larger than the vocabulary or smaller than `always`.
+    Of equally frequent ones, those that a head `had` come first, then lower ids. Raises ConfigError if `size` is larger
+    than the vocabulary or smaller than `always`.
     """
     vocab_size = len(counts)
     if not 0 < size <= vocab_size:
@@ -157,10 +157,7 @@ def choose_draft_vocab(
 def draft_vocabulary(
     target: Target, config: TrainSettings, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
-    """Return the kept ids (None for all), and their number and coverage for the run's report.
-
-    They are those of `head`, if it is given and no other number is asked for.
-    """
+    """Return the kept ids, None for all, and facts for the report. A `head` keeps its own, unless a number is given."""
     kept: NDArray[np.int64] | None = None
     had = None if head is None or head.token_ids is None else np.array(head.token_ids, np.int64)
     if head is not None and (config.head.lora_rank or not config.head.draft_vocab):

@@ -130,7 +130,7 @@ def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[i
 def questions_of(target: Target, config: TrainSettings) -> dict[int, tuple[str, str]]:
     """Return the system prompt (or "") and the first user turn of each conversation in `data`, by the turn's key.
 
-    Longer ones than `max_length` are left out. Raises DataError if there are none, TargetError without a chat template.
+    Raises DataError if none is shorter than `max_length`, TargetError without a chat template.
     """
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
@@ -294,10 +294,7 @@ def reading_share(most: float, reading: float, writing: float) -> float:
 
 
 def tokens_to_read(config: TrainSettings, own: int, rate: float, processes: int = 1) -> int:
-    """Return the tokens of text that the warm-up of a run can use.
-
-    `own`: tokens of the run's own data. `rate`: tokens of text per second that are read and learned.
-    """
+    """Return the tokens of text that a warm-up can use. `own`: of the run's data; `rate`: learned per second."""
     step, share = config.optimization, config.data.warmup_share
     if step.hours or step.minutes:
         return round(share * (3600 * (step.hours or 0) or 60 * (step.minutes or 0)) * rate * processes)

@@ -132,10 +132,7 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
 
 
 def check_data(config: TrainConfig) -> None:
-    """Read the sources of a run, so that their errors show before the target is loaded. Raises DataError, ConfigError.
-
-    Conversations that the target still has to make are not read.
-    """
+    """Read the sources of a run that exist already, so that their DataError or ConfigError shows before any work."""
     data, learned = config.data, data_config(config)
     if not (data.shards or data.is_self):
         check_conversations(learned, "train", answers=not config.optimization.hours)

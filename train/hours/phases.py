@@ -89,8 +89,7 @@ def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.i
                 hours.end_phase(number, result)
             return hours.finish(result)
     except Stopped:
-        journal.elapsed = watch.elapsed
-        journal.write(folder)
+        journal.write(folder, watch.elapsed)
         there = f"the best head so far is in {folder / BEST}; " if (folder / BEST).exists() else ""
         tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {folder}")
         raise
@@ -101,13 +100,13 @@ class Hours:
 
     def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float, reading: float):
         """Make prompts and the first portion unless they exist, and start or restore training."""
-        self._setup, self._journal, self._bar = setup, journal, bar
-        self._learning, self._reading = learning, reading
+        self._setup, self._journal = setup, journal
         self._config, self._watch = setup.config, setup.watch
+        self._bar, self._passes = bar, setup.config.optimization.epochs
+        self._learning, self._reading = learning, reading
         self._total = 3600 * (setup.config.optimization.hours or 0.0)
         self._portions = Portions(setup.target, setup.config, setup.folder, setup.head)
-        self._evaluation = EVALUATION * self._total
-        """Seconds of the last measurement of acceptance; before the first, its limit."""
+        self._evaluation = EVALUATION * self._total  # seconds of the last measurement; before the first, its limit
         self._write()
         begun = self._watch.elapsed
         self._portions.make_prompts(lambda *_: self._beat() >= begun + self._total / 100)
@@ -127,8 +126,7 @@ class Hours:
         data, portions = self._data(), self._journal.portions
         names = ("tokens", "made_seconds", "acceptance_length")
         made = [{name: getattr(portion, name) for name in names} for portion in portions]
-        hours = round(self._watch.elapsed / 3600, 4)
-        facts = {**data.report, **self._facts(), "portions": made, "hours": hours}
+        facts = {**data.report, **self._facts(), "portions": made, "hours": round(self._watch.elapsed / 3600, 4)}
         if self._journal.warmup is not None:
             facts["warmup_tokens"] = self._journal.warmup.tokens
         batches, learned = self._setup.batches(data), set[Piece]()
@@ -161,9 +159,8 @@ class Hours:
 
     def warm_up(self) -> None:
         """Learn the warm-up's text, unless that is complete or has no time."""
-        run, warmup, passes = self.run, self._journal.warmup, self._config.optimization.epochs
-        rates = self._rates()
-        writing = 1 / (1 / rates.made + passes / rates.learned)
+        run, warmup, rates = self.run, self._journal.warmup, self._rates()
+        writing = 1 / (1 / rates.made + self._passes / rates.learned)
         share = reading_share(self._config.data.warmup_share, self._reading, writing)
         if not (warmup.acceptance_length is None if warmup else share):
             if self._config.data.warmup_data and warmup is None:
@@ -176,7 +173,7 @@ class Hours:
             return
         batches = self._setup.batches(data)
         if warmup is None:
-            now, steps = self._watch.elapsed, passes * batches.steps_per_epoch()
+            now, steps = self._watch.elapsed, self._passes * batches.steps_per_epoch()
             warmup = Warmup(WarmupStableDecay(now, now + share * self._left, steps, total=self._total))
             self._journal.warmup = warmup
             self._write()
@@ -210,7 +207,7 @@ class Hours:
             left,
             self._journal.made,
             self._learned_tokens + round(learning * rates.learned),
-            self._config.optimization.epochs,
+            self._passes,
             rates,
             COOLDOWN * (progress.train_seconds + learning),
         )
@@ -218,8 +215,8 @@ class Hours:
     def _rates(self) -> Rates:
         """Return those of the latest portion and phase; before the first step, learning is as measured by a probe."""
         latest = self._journal.portions[::-1]
-        made = next(one for one in latest if one.tokens)
-        rates = (one.learned / max(one.learned_seconds, 1e-9) for one in latest if one.learned)
+        made = next(portion for portion in latest if portion.tokens)
+        rates = (portion.learned / max(portion.learned_seconds, 1e-9) for portion in latest if portion.learned)
         learned = next(rates, self._learning) or max(self.run.progress.tokens_per_second, 1e-3)
         return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), learned)
 
@@ -243,14 +240,13 @@ class Hours:
 
     def _limits(self, number: int) -> MakeLimits:
         """Return the limits for making a portion, so that enough time remains to learn its tokens."""
-        rates = self._rates()
-        learned, passes = self._learned_tokens, self._config.optimization.epochs
+        rates, learned = self._rates(), self._learned_tokens
         cooldown = max(COOLDOWN * self.run.progress.train_seconds, EVALUATION * self._total)
-        fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
+        fresh = self._journal.tokens(self._fresh(number), number)
 
         def left(tokens: int) -> float:
             """Return the seconds left for making data, if each of the portion's tokens is learned."""
-            repeat = seconds_to_learn(self._journal.made + tokens, learned, passes, rates.learned)
+            repeat = seconds_to_learn(self._journal.made + tokens, learned, self._passes, rates.learned)
             return self._end - self._beat() - max(repeat, (fresh + tokens) / rates.learned, cooldown)
 
         def enough(tokens: int, coming: int) -> bool:
@@ -294,7 +290,7 @@ class Hours:
         assert portion.schedule is not None
         self._evaluation = self._watch.elapsed - result.until
         run.save_state()
-        portion.learned = self._learned_tokens - sum(one.learned for one in self._journal.portions[:number])
+        portion.learned = self._learned_tokens - sum(earlier.learned for earlier in self._journal.portions[:number])
         portion.learned_seconds = result.until - portion.schedule.begins
         portion.until = run.progress.epoch, run.progress.batch
         portion.acceptance_length = result.acceptance.acceptance_length
@@ -316,32 +312,24 @@ class Hours:
         if not number:
             return 0
         before = self._journal.portions[number - 1]
-        fresh = sum(one.tokens or 0 for one in self._journal.portions[before.fresh : number])
-        return number if before.learned >= fresh else before.fresh
+        return number if before.learned >= self._journal.tokens(before.fresh, number) else before.fresh
 
     def _schedule(self, number: int, steps_per_epoch: int) -> WarmupStableDecay:
         """Return the schedule of the phase after a portion, long enough for its share of the passes."""
-        run, passes, now = self.run, self._config.optimization.epochs, self._watch.elapsed
-        made, learned, left = self._journal.made, self._learned_tokens, max(0.0, self._left)
+        now, made, left = self._watch.elapsed, self._journal.made, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
-        count = max(1, round(max(0, passes * made - learned) / made * steps_per_epoch))
-        return WarmupStableDecay(
-            begins=now,
-            seconds=now + longest,
-            steps=0 if last else run.progress.step + count,
-            before=run.progress.train_seconds,
-            total=self._total,
-            last=last,
-        )
+        count = max(1, round(max(0, self._passes * made - self._learned_tokens) / made * steps_per_epoch))
+        until = 0 if last else self.run.progress.step + count
+        return WarmupStableDecay(now, now + longest, until, self.run.progress.train_seconds, self._total, last)
 
     def _is_last(self, number: int, left: float) -> bool:
         """Return whether this is the last phase: with `left` seconds, no other portion could be made and learned."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
-        made, learned, passes = self._journal.made, self._learned_tokens, self._config.optimization.epochs
-        seconds = min(seconds_to_learn(made, learned, passes, self._rates().learned), LONGEST * left)
+        rest = seconds_to_learn(self._journal.made, self._learned_tokens, self._passes, self._rates().learned)
+        seconds = min(rest, LONGEST * left)
         return not self._next_portion(left - seconds - self._evaluation, seconds)[0]
 
     def _beat(self) -> float:
@@ -352,5 +340,4 @@ class Hours:
         return elapsed
 
     def _write(self) -> None:
-        self._journal.elapsed = self._watch.elapsed
-        self._journal.write(self._setup.folder)
+        self._journal.write(self._setup.folder, self._watch.elapsed)

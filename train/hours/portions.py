@@ -28,7 +28,7 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
-from eagle_mlx.errors import CheckpointError
+from eagle_mlx.errors import CheckpointError, DataError
 from eagle_mlx.files import free_disk, write_whole
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
@@ -38,7 +38,7 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, heldout_prompts, questions_of
+from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, amount, data_on_disk, heldout_prompts, questions_of
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay
@@ -80,15 +80,19 @@ class Journal:
     warmup: Warmup | None = None  # None before it begins, and in runs without one
     portions: list[Portion] = field(default_factory=list)
 
+    def tokens(self, first: int, end: int | None = None) -> int:
+        """Return the tokens of complete portions from `first` on, up to `end`."""
+        return sum(portion.tokens or 0 for portion in self.portions[first:end])
+
     @property
     def made(self) -> int:
-        """Tokens of all complete portions."""
-        return sum(portion.tokens or 0 for portion in self.portions)
+        return self.tokens(0)
 
-    def write(self, folder: Path) -> None:
-        """Write the journal into a run's folder. Raises OSError."""
+    def write(self, folder: Path, elapsed: float) -> None:
+        """Write the journal into a run's folder after this many seconds. Raises OSError."""
         from pydantic import TypeAdapter  # not at the top, so that `eagle-train --help` works without it
 
+        self.elapsed = elapsed
         write_whole(folder / FILE, TypeAdapter(Journal).dump_json(self, indent=1) + b"\n")
 
     @staticmethod
@@ -115,9 +119,9 @@ class Portions:
 
     def __init__(self, target: Target, config: TrainSettings, run: Path, head: Head | None = None):
         """`head`: the head to continue from, which determines captured layers and draft vocabulary."""
-        self._target, self._config, self._head = target, config, head
+        self._target, self._config = target, config
+        self._head, self._folder = head, run / MADE
         self._aux_layers = aux_layers_of(target, config, head)
-        self._folder = run / MADE
         self._read: dict[int, OnDisk | InMemory] = {}
         self._first: TrainData | None = None
 
@@ -142,8 +146,8 @@ class Portions:
         """Make a portion, or the rest of it. Return its number of tokens.
 
         `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: hidden states are saved if those of this many
-        tokens fit. `head`: drafts the text, without changing it. Raises DataError if there is nothing usable,
-        OutputError if it cannot be written.
+        tokens fit. `head`: drafts the text. Raises DataError if there is nothing to learn from, OutputError if it
+        cannot be written.
         """
         if not (self._has_states(number) or self._file(number).exists()):
             keeps = not number or self._fits(expected)
@@ -151,13 +155,18 @@ class Portions:
             drafts = load_head(head, self._target) if head is not None else None
             if drafts is not None:
                 quantize_for(drafts, self._target)
-            known = self._known(number)
-            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, elsewhere=known)
-            making = self._making(number, self._own(held_out=False, known=known))
+            files = [self._folder / _HELD_OUT, *map(self._file, range(number))]
+            earlier = set[int]().union(*(prompt_keys(file) for file in files if file.exists()))
+            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, elsewhere=earlier)
+            making = self._making(number, self._own(held_out=False, without=earlier))
             engine = growing_engine(self._target, drafts, place)
             make_to_file(engine, making, tokens, self._file(number), place=place, limits=limits)
             mx.clear_cache()  # free the KV caches before training
-        return sum(self._samples(number).lengths)
+        made = sum(self._samples(number).lengths)
+        if not made:
+            name = self._target.name
+            raise DataError(f"the time was over before {name} had written a conversation to learn from; raise --hours")
+        return made
 
     def conversations(self, count: int) -> int:
         """Return the number of samples in the first `count` portions."""
@@ -172,14 +181,9 @@ class Portions:
         kept = all(part.has_states for part in parts)
         samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
         states = f"shards of {counted(count, 'portion')}, captured while they were made"
-        report = {
-            **self._first.report,
-            "conversations": len(samples.lengths),
-            "tokens": sum(samples.lengths),
-            "loss_tokens": sum(part.loss_tokens for part in parts),
-            "states": states if kept else "captured for each batch, since those of all portions do not fit",
-        }
-        return replace(self._first, samples=samples, report=report)
+        states = states if kept else "captured for each batch, since those of all portions do not fit"
+        about = amount(samples.lengths, sum(part.loss_tokens for part in parts))
+        return replace(self._first, samples=samples, report={**self._first.report, **about, "states": states})
 
     def remove_states(self, count: int) -> None:
         """Delete the hidden states of the first `count` portions, but not the conversations."""
@@ -198,14 +202,14 @@ class Portions:
                 rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "all", tokenizer)
                 learned = (row for row in rows if not row.is_held_out)  # as in the shards
                 rendered, _ = render_all(tokenizer, learned, most)
-                self._read[number] = InMemory([Example.of(*one) for one in rendered])
+                self._read[number] = InMemory([Example.of(*sample) for sample in rendered])
         return self._read[number]
 
     def _without_states(self, number: int) -> InMemory:
         part = self._samples(number)
         if isinstance(part, OnDisk):
-            samples = [part[index] for index in range(len(part.lengths))]
-            part = self._read[number] = InMemory([replace(one, states=None) for one in samples])
+            samples = (part[index] for index in range(len(part.lengths)))
+            part = self._read[number] = InMemory([replace(sample, states=None) for sample in samples])
         return part
 
     def _has_states(self, number: int) -> bool:
@@ -216,11 +220,10 @@ class Portions:
         whole = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.jsonl"))
         if not all(map(self._has_states, whole)):
             return False
-        each = bytes_per_token(self._meta)
-        held = each * sum(ShardReader(self._shards(number)).tokens for number in whole)
-        more = each * tokens
+        held = sum(ShardReader(self._shards(number)).tokens for number in whole)
         room = 0.9 * free_disk(self._folder)  # so that a long run does not fill the disk
-        return held + more <= self._config.data.cache_gb * 1e9 and more <= room
+        size = bytes_per_token(self._meta)
+        return size * (held + tokens) <= self._config.data.cache_gb * 1e9 and size * tokens <= room
 
     @property
     def _meta(self) -> ShardMeta:
@@ -234,15 +237,10 @@ class Portions:
         """The system prompts and first user turns in `--data`, by the hash that finds duplicates."""
         return {} if self._config.data.is_self else questions_of(self._target, self._config)
 
-    def _own(self, held_out: bool, known: Collection[int] = ()) -> tuple[tuple[str, str], ...]:
-        """Return the user's questions of one side of the split, without those that are `known`."""
+    def _own(self, held_out: bool, without: Collection[int] = ()) -> tuple[tuple[str, str], ...]:
+        """Return the user's questions of one side of the split, `without` those with these keys."""
         held = held_out_prompts(self._questions)
-        return tuple(x for key, x in self._questions.items() if (key in held) == held_out and key not in known)
-
-    def _known(self, number: int) -> set[int]:
-        """Return the keys of the held-out prompts and of earlier portions' prompts."""
-        files = [self._folder / _HELD_OUT, *map(self._file, range(number))]
-        return set().union(*(prompt_keys(file) for file in files if file.exists()))
+        return tuple(x for key, x in self._questions.items() if (key in held) == held_out and key not in without)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number:02d}.jsonl"

@@ -12,7 +12,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig, TrainSettings, flag
 from ..kind_settings import KIND_SETTINGS
-from .base import Head, Kind, choose_trained, merged, parameters_of
+from .base import Head, Kind, choose_trained, merged, parameters_of, trained_size
 
 KINDS: dict[str, Kind[Any]] = {
     name: resolve_name(f"{__name__}.{kind.recipe}")() for name, kind in KIND_SETTINGS.items()

@@ -77,10 +77,10 @@ class Kind(ABC, Generic[H]):
         """Return the config of a new head. Raises ConfigError if the target cannot have such a head."""
 
     def blank(self, target: Target, config: TrainSettings) -> H:
-        """Return a head with the configured shape and without meaningful weights.
+        """Return a head with the configured shape, without meaningful weights.
 
-        Its draft vocabulary has the configured size; for a head to continue from, which is not loaded yet, the default
-        size. Raises ConfigError if the target cannot have such a head.
+        The draft vocabulary of a head to continue from, which is not loaded yet, has the default size. Raises
+        ConfigError if the target cannot have such a head.
         """
         usual = self.defaults.get("draft_vocab", 0) if config.head.init_from else 0
         size = min(config.head.draft_vocab or usual or target.vocab_size, target.vocab_size)
@@ -99,10 +99,7 @@ class Kind(ABC, Generic[H]):
         return ()
 
     def new(self, target: Target, config: TrainSettings, kept: Kept, aux_layers: tuple[int, ...]) -> H:
-        """Return a head with the configured shape: random, with a layer that adds nothing.
-
-        Its final norm and output projection, if it has them, are the target's.
-        """
+        """Return a random head with layers that add nothing, and, if it has them, the target's norm and projection."""
         shape = self.head_config(target, config, target.vocab_size if kept is None else len(kept), aux_layers)
         head = self.made(shape, None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32))
         randomize(head, config.run.seed)
@@ -130,10 +127,7 @@ class Kind(ABC, Generic[H]):
         """Initialize a new head to compute the linear map `guess` [D, H]. `by`: the moments used to find the map."""
 
     def adopt(self, head: H, layers: int = 0, seed: int = 0) -> H:
-        """Return a loaded head ready for training, dequantized if necessary, and with at least this many layers.
-
-        Layers that it did not have are random and add nothing, so it drafts as before.
-        """
+        """Return a loaded head to train: dequantized, with at least this many layers; new ones add nothing."""
         shape, missing = head.config, layers - head.cache_layers
         if missing <= 0 and shape.quantization is None:
             return head
@@ -172,10 +166,7 @@ class Kind(ABC, Generic[H]):
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
     ) -> None:
-        """Write the head in the first layout of its kind that can express it. Overwrites the folder.
-
-        Raises ConfigError if there is none.
-        """
+        """Write the head over `folder`, in the first layout of its kind that can express it, else raise ConfigError."""
         refused: list[ConfigError] = []
         for layout in kind_of(head).formats:
             try:
@@ -227,10 +218,7 @@ def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
 
 
 def mask_token(target: Target) -> int:
-    """Return the id of a head's mask tokens: an unused id if the embedding has one, else the end of text.
-
-    The embedding stays the target's. Its text never contains an unused id, and no draft follows the end of text.
-    """
+    """Return the id of a head's mask tokens: one that no text contains if there is one, else the end of text."""
     tokenizer: Any = target.tokenizer
     if tokenizer is not None and (used := len(tokenizer.get_vocab())) < target.vocab_size:
         return used
@@ -252,10 +240,7 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 
 def projection(target: Target) -> mx.array:
-    """Return the target's scaled output projection as a float32 matrix [V, H], also if it is tied or quantized.
-
-    Its products with normed hidden states are the target's logits, but for a bias and a soft cap.
-    """
+    """Return the matrix [V, H] float32 whose products with normed states are logits, but for a bias and a soft cap."""
     eye = mx.eye(target.hidden_size, dtype=target.dtype)
     bias = target.logits(mx.zeros_like(eye[:1]))
     return (target.logits(eye) - bias).T.astype(mx.float32)
@@ -306,6 +291,10 @@ def merged(head: Head) -> Head:
 
 def parameters_of(head: Head) -> str:
     """Return the numbers of a head's parameters and of those that are trained, in words."""
-    trees = head.trainable_parameters(), head.parameters()
-    trained, whole = (sum(leaf.size for leaf in arrays_of(tree).values()) for tree in trees)
-    return f"{whole:,} parameters, of which {trained:,} are trained"
+    whole = sum(leaf.size for leaf in arrays_of(head.parameters()).values())
+    return f"{whole:,} parameters, of which {trained_size(head):,} are trained"
+
+
+def trained_size(head: Head) -> int:
+    """Return the number of trained parameters."""
+    return sum(leaf.size for leaf in arrays_of(head.trainable_parameters()).values())

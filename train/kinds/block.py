@@ -50,8 +50,8 @@ def lagged(states: mx.array, following: mx.array, wanted: mx.array) -> tuple[mx.
 def _output_size(head: BlockHead) -> float:
     """Return the root mean square of the first layer's output: large, because embeddings stay in the residual.
 
-    If an embedding is as large as the output, it raises its own token's logit by sqrt(H) standard deviations of the
-    other logits. With this size, it raises it by half of one. The final norm removes the size.
+    An embedding as large as the output would raise its own token's logit by sqrt(H) standard deviations of the other
+    logits, not by half of one. The final norm removes the size.
     """
     vocabulary = head.config.vocab_size  # about 4,096 of its embeddings are enough for a mean
     some = head.embed(mx.arange(0, vocabulary, max(1, vocabulary // 4096))).astype(mx.float32)
@@ -176,19 +176,12 @@ B = TypeVar("B", bound=BlockHead)
 
 
 class BlockKind(Kind[B]):
-    """What DFlash and DSpark share. `--unroll` is the number of drafts of a block.
-
-    `--loss-weights` are those of the distance |p - q| between the distributions, and of `--loss`.
-    """
+    """DFlash and DSpark. `--loss-weights` are those of the distance |p - q| between distributions, and of `--loss`."""
 
     in_blocks = True
     unroll = staticmethod(unroll_blocks)
 
     def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
-        """Return the config of a new head for `config.optimization.unroll` drafts.
-
-        With the target's whole vocabulary, the head uses the target's output projection.
-        """
         return BlockConfig(
             **layer_shape(target, config),
             draft_vocab_size=vocab_size,
@@ -288,10 +281,7 @@ class DSparkKind(BlockKind[DSparkHead]):
 
 
 def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Return the target layers that a new head reads, evenly from the second to the third from the end.
-
-    Source: z-lab/dflash, for 36 layers 1, 9, 17, 25 and 33.
-    """
+    """Return layers evenly from the second to the third from the end. Source: z-lab/dflash, 1, 9, …, 33 of 36."""
     last = num_layers - 3
     if last <= 1:
         return (num_layers // 2,)

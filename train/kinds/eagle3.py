@@ -100,10 +100,7 @@ def layer_flags(target: Target) -> dict[str, Any]:
 
 
 def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
-    """Return the weights of the target's last layers by the head's names, dequantized, in float32 and unevaluated.
-
-    Raises ConfigError if they differ from the weights of Llama's and Qwen3's layers.
-    """
+    """Return the weights of the target's last layers, in float32. Raises ConfigError if a head cannot have them."""
     count, copies = head.config.num_hidden_layers, []
     for number, layer in enumerate(head.layers, target.num_layers - count + 1):
         source = target.layers[number]
@@ -121,10 +118,7 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
 
 
 def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return a layer's weights with the channels of queries and keys reordered for RoPE that rotates halves of a head.
-
-    Targets with `rope_traditional` rotate neighboring channels instead.
-    """
+    """Return a layer's weights for RoPE that rotates halves of a head, also if its own rotates neighboring channels."""
     attention: Any = getattr(layer, "self_attn", None)
     if not getattr(getattr(attention, "rope", None), "traditional", False):
         return weights
@@ -354,10 +348,7 @@ def _layer(
 
 
 class PEagleKind(Eagle3Kind):
-    """Loss: EAGLE-3's at each slot. In one pass, fewer anchors keep each later slot.
-
-    `--unroll` is the number of drafts. The published loss is a mean over all slots, so a depth counts by its share.
-    """
+    """Loss: EAGLE-3's over all slots that a pass keeps. Later slots keep fewer anchors, so they count less."""
 
     head_class: type[Any] = PEagleHead
     in_blocks = True

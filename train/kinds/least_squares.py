@@ -65,10 +65,7 @@ Piece = tuple[mx.array, mx.array]  # inputs [n, D] and their outputs [n, E]
 
 
 def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
-    """Return the best linear map B [D, E] and the moments used for it, or None without pieces.
-
-    The ridge with the least error on held-out pieces is chosen; the strongest if there is only one piece.
-    """
+    """Return the best linear map B [D, E] and its moments, or None without pieces; held-out ones choose the ridge."""
     moments: Moments | None = None
     waiting: list[Piece] = []
     judges: list[Piece] = []
@@ -102,10 +99,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
-    """Return left [E, rank] and right [rank, D] of similar scale, with the product nearest to a matrix [E, D].
-
-    Source: Eckart and Young 1936 (truncated singular value decomposition).
-    """
+    """Return left [E, rank] and right [rank, D] of similar scale with a product near the matrix (truncated SVD)."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     kept = min(rank, len(values))
     root, missing = np.sqrt(values[:kept]), rank - kept

@@ -47,23 +47,22 @@ def batches_for(
     `tokens`: of training data; for a run with `hours`, they are planned from `speed` instead. `long`: a length that
     nine of ten conversations do not exceed. A time limit without a known `speed` counts as no limit.
     """
-    how = given.optimization
-    passes = how.epochs or min(PASSES, max(1, math.ceil(2 * UPDATES * LARGEST_STEP / tokens)))
+    own = given.optimization
+    passes = own.epochs or min(PASSES, max(1, math.ceil(2 * UPDATES * LARGEST_STEP / tokens)))
     seen = passes * tokens
-    if speed is not None and how.hours:
-        passes = how.epochs or best_passes(speed.written, speed.learned)
-        tokens = round(3600 * how.hours / (1 / speed.written + passes / speed.learned))
+    if speed is not None and own.hours:
+        passes = own.epochs or best_passes(speed.written, speed.learned)
+        tokens = round(3600 * own.hours / (1 / speed.written + passes / speed.learned))
         seen = passes * tokens
-    elif speed is not None and how.minutes:
-        seen = round(60 * how.minutes * speed.learned)
-    fewest = how.max_steps or UPDATES
-    rows, length = shape(seen // fewest // processes, long, how.rows, how.length)
+    elif speed is not None and own.minutes:
+        seen = round(60 * own.minutes * speed.learned)
+    rows, length = shape(seen // (own.max_steps or UPDATES) // processes, long, own.rows, own.length)
     step = rows * length * processes
     chosen = {"rows": rows, "length": length, "epochs": passes}
-    updates = how.max_steps or max(1, round(seen / step))
-    limited = {"epochs"} if how.max_steps or how.minutes else set()  # passes do not limit such a run
+    updates = own.max_steps or max(1, round(seen / step))
+    limited = {"epochs"} if own.max_steps or own.minutes else set()  # passes do not limit such a run
     opened = [f"{flag(name)} {n}" for name, n in chosen.items() if given.value(name) is None and name not in limited]
-    wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not how.max_steps else ""
+    wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not own.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
     return BatchSizePlan(config.changed(**chosen), tokens, updates * step, about if opened else "")
 

@@ -27,35 +27,38 @@ from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe, described_by_name
 
-_COUNT, _EACH = 10_000, 1000  # assumed number of conversations, and tokens of each, if nothing is known about the data
+_COUNT, _TOKENS_EACH = (
+    10_000,
+    1000,
+)  # assumed conversations, and tokens of each, if nothing is known about the data
 
 
 Tokens = tuple[int, str]  # the number of tokens of training data, and how it was estimated
 
 
-def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
+def assumed(config: TrainConfig, tokens_each: int = _TOKENS_EACH) -> Tokens:
     """Return the amount of data: that of shards, else assumed without reading it."""
     if config.data.shards:
         return sum(ShardReader(folder).tokens for folder in config.data.shards), "in the shards"
     count = config.data.limit or _COUNT
-    each = min(tokens_each, config.data.max_length)
+    length = min(tokens_each, config.data.max_length)
     if config.data.is_self:
-        most = min(config.data.self_tokens, (config.data.limit or 0) * each or config.data.self_tokens)
+        most = min(config.data.self_tokens, (config.data.limit or 0) * length or config.data.self_tokens)
         return most, f"conversations that the target writes first, in {self_file(config)}; set by --self-tokens"
     more = "" if config.data.limit else "; set by --limit"
-    return count * each, f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed{more}"
+    return count * length, f"{counted(count, 'conversation')} of {counted(length, 'token')}, assumed{more}"
 
 
 def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     """Return the output of `--dry-run`: the plan, and a line on whether the run fits on this machine.
 
-    No data is read; its amount is assumed. If the target's weights are local and fit, it is loaded and measured. For
-    other targets, the plan has a lower bound of the memory, from the recipe or the hub's config.json; without either,
-    it lists what is unknown. Raises ConfigError without a target.
+    No data is read; its amount is assumed. If the target's weights are local and fit, it is loaded and measured. Other
+    plans have a lower bound of the memory, from the recipe or the hub's config.json, or list what is unknown. Raises
+    ConfigError without a target.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model with --target, or choose a --recipe")
-    tokens = assumed(config, recipe.tokens_each if recipe is not None else _EACH)
+    tokens = assumed(config, recipe.tokens_each if recipe is not None else _TOKENS_EACH)
     try:
         bound, here = _bound(config, recipe)
     except hub.UnreachableError as e:
@@ -77,7 +80,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     config = plan.config
     if plan.tokens != tokens[0]:
         tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
-    kind, how = KINDS[config.head.kind], config.optimization
+    kind, step = KINDS[config.head.kind], config.optimization
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
@@ -86,7 +89,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     rows = {
         "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
         f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
-        "head": f"{kind.title}, {_count(get_total_parameters(head))} parameters{adds}; {how.unroll} draft steps",
+        "head": f"{kind.title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",
         **_run_rows(config, tokens),
@@ -98,7 +101,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     }
     if config.data.warmup_data:
         rows["warm-up"] = _warmup(config, tokens[0], measured)
-    if not (how.minutes or how.hours or how.max_steps):
+    if not (step.minutes or step.hours or step.max_steps):
         rows["time"] = _time(config, tokens, measured, place == "online")
     elif measured is not None:
         rows["speed"] = str(measured)
@@ -111,21 +114,21 @@ def _lines(rows: Mapping[str, str]) -> str:
 
 def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
     """Describe the data and the length of a run, which do not depend on the target."""
-    how = config.optimization
-    steps = counted(max(1, round(tokens[0] / (how.rows * how.length))), "step")
-    span = f"{counted(how.epochs, 'epoch')} of {steps}"
-    if how.hours:
-        span = f"{how.hours:g} hours, alternating between making data and learning"
-    elif how.minutes:
-        span = f"{how.minutes:g} minutes"
-    elif how.max_steps:
-        span = counted(how.max_steps, "step")
-    parts = f" in {how.accumulate} parts" if how.accumulate > 1 else ""
+    step = config.optimization
+    steps = counted(max(1, round(tokens[0] / (step.rows * step.length))), "step")
+    span = f"{counted(step.epochs, 'epoch')} of {steps}"
+    if step.hours:
+        span = f"{step.hours:g} hours, alternating between making data and learning"
+    elif step.minutes:
+        span = f"{step.minutes:g} minutes"
+    elif step.max_steps:
+        span = counted(step.max_steps, "step")
+    parts = f" in {step.accumulate} parts" if step.accumulate > 1 else ""
     dtype = str(pass_type(config)).rpartition(".")[2]
     return {
         "data": ", ".join(config.data.shards or config.data.sources),
         "tokens": f"{tokens[0]:,}: {tokens[1]}",
-        "run": f"{span}, {counted(how.rows, 'row')} of {how.length:,} tokens{parts}, in {dtype}",
+        "run": f"{span}, {counted(step.rows, 'row')} of {step.length:,} tokens{parts}, in {dtype}",
     }
 
 
@@ -157,21 +160,20 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
 
 def _warmup(config: TrainSettings, own: int, measured: Probe | None) -> str:
     """Describe the text that is learned first, and how a time limit is split between reading and writing."""
-    how = config.optimization
-    source = ", ".join(config.data.warmup_data)
-    if measured is None and (how.hours or how.minutes):
+    step, source = config.optimization, ", ".join(config.data.warmup_data)
+    if measured is None and (step.hours or step.minutes):
         return f"{source}: its part is computed from speeds, which a probe measures when the target is loaded"
     rate = measured.read if measured is not None else 0.0
-    if measured is None or not how.hours:
+    if measured is None or not step.hours:
         most = config.data.warmup_tokens or tokens_to_read(config, own, rate)
         return f"{source}: {most:,} tokens of text, {config.data.warmup_share:.0%} of the training, if there is as much"
-    writing = 1 / (1 / measured.written + how.epochs / measured.learned)
-    hours = how.hours * reading_share(config.data.warmup_share, rate, writing)
+    writing = 1 / (1 / measured.written + step.epochs / measured.learned)
+    hours = step.hours * reading_share(config.data.warmup_share, rate, writing)
     writes = f"writing and learning conversations at about {tokens_per_second(writing)}"
     if not hours:
         return f"none of {source}: {writes} is not much slower than reading text at {tokens_per_second(rate)}"
     amount = f"{round(3600 * hours * rate):,} tokens of {source}, if there is as much"
-    return f"{hours:.1f} of {how.hours:g} hours to read and learn {amount}; the rest for {writes}"
+    return f"{hours:.1f} of {step.hours:g} hours to read and learn {amount}; the rest for {writes}"
 
 
 def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online: bool) -> str:
@@ -185,10 +187,7 @@ def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online:
 
 
 def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
-    """Return the bound of a new run, and whether the target's weights are local.
-
-    Raises UnreachableError if nothing is known about the target and the hub does not answer.
-    """
+    """Return the bound, and whether the weights are local. Raises UnreachableError if nothing tells of the target."""
     name = config.head.target
     repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
     if repo is None or hub.cached(repo) is not None:
@@ -201,16 +200,15 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
             model = described_by_name(name)
             if model is None:
                 raise
-            told = f"the hub cannot be reached: the plan of {repo} uses its recipe and its name"
-            print(told, file=sys.stderr)
+            print(f"the hub cannot be reached: the plan of {repo} uses its recipe and its name", file=sys.stderr)
     return bound_of(config, described_target(name, model)), False
 
 
 def _published(repo: str) -> Mapping[str, Any]:
     """Return the fields of a model's config.json on the hub. Raises UnreachableError if the hub does not answer."""
     model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
-    how = model.get("quantization") or {}
-    return {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
+    form = model.get("quantization") or {}
+    return {**model, "quantization": {key: form[key] for key in ("group_size", "bits", "mode") if key in form}}
 
 
 def _unknown(given: TrainConfig, tokens: Tokens, error: EagleError) -> str:

@@ -26,7 +26,7 @@ from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
 
 from ..config import TrainConfig, TrainSettings, flag
 from ..data import Rows, capture_rows
-from ..kinds import KINDS, Head, choose_trained, resolve
+from ..kinds import KINDS, Head, choose_trained, resolve, trained_size
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper
 
@@ -37,7 +37,7 @@ MOST = 0.95  # share of free memory that a run may use
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bound of a run's memory and disk. Activations come on top; `probe` measures them."""
+    """Lower bound of a run's memory and disk, in bytes. Activations come on top; `probe` measures them."""
 
     given: TrainConfig
     config: TrainSettings
@@ -55,23 +55,23 @@ class Bound:
 
     @property
     def trained(self) -> int:
-        """Number of trained parameters."""
-        return sum(leaf.size for leaf in arrays_of(self.head.trainable_parameters()).values())
+        return trained_size(self.head)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head's weights in memory."""
         return nbytes_of(self.head)
 
     @property
     def training(self) -> int:
         """Bytes of the head's weights, gradients and moments, or of its linear start if that takes more."""
-        moments = 2 if self.config.optimization.optimizer == "adamw" else 1
-        return self.head_bytes + max((1 + moments) * FLOAT * self.trained, self._start)
+        moments, config, start = 2 if self.config.optimization.optimizer == "adamw" else 1, self.config.head, 0
+        if config.start == "linear" and not config.init_from:
+            width = max(1, len(self.head.named_layers)) * self.target.hidden_size + self.head.hidden_size
+            start = bytes_of(width, self.head.hidden_size)
+        return self.head_bytes + max((1 + moments) * FLOAT * self.trained, start)
 
     @property
     def memory(self) -> int:
-        """Bytes of memory."""
         return self.weights + self.training + PROGRAM
 
     @property
@@ -84,25 +84,17 @@ class Bound:
         """Bytes of the checkpoints to resume from, including the one being written."""
         return (self.config.run.checkpoints + 1) * 3 * FLOAT * self.trained
 
-    @property
-    def _start(self) -> int:
-        config = self.config.head
-        if config.start != "linear" or config.init_from:
-            return 0
-        layers = self.head.named_layers
-        width = max(1, len(layers)) * self.target.hidden_size + self.head.hidden_size
-        return bytes_of(width, self.head.hidden_size)
-
     def check(self, free: int | None = None) -> None:
-        """Raise ConfigError or OutputError, with remedies, if memory or disk is too small.
-
-        `free` is in bytes and defaults to this machine's free memory.
-        """
+        """Raise ConfigError or OutputError if the disk or `free` bytes, by default the free memory, are too few."""
         free = free_memory() if free is None else free
         if self.memory > MOST * free:
+            foreign = KINDS[self.config.head.kind].foreign
+            smaller = [] if self.weights + PROGRAM > MOST * free else ["intermediate_size", "draft_vocab"]
+            remedies = [f"a smaller {flag(name)}" for name in smaller if name not in foreign]
             raise ConfigError(
                 f"this run needs at least {gb(self.memory)} of memory (target {gb(self.weights)}, training "
-                f"{gb(self.training)}, program {gb(PROGRAM)}), but {gb(free)} are free; use {self._remedy(free)}"
+                f"{gb(self.training)}, program {gb(PROGRAM)}), but {gb(free)} are free; use "
+                + " or ".join([*remedies, "a smaller or more strongly quantized --target"])
             )
         needed, folder = self.heads_on_disk + self.checkpoints_on_disk, self.config.run.output
         room = free_disk(folder)
@@ -113,19 +105,12 @@ class Bound:
                 "keep fewer --checkpoints"
             )
 
-    def _remedy(self, free: int) -> str:
-        foreign = KINDS[self.config.head.kind].foreign
-        smaller = [] if self.weights + PROGRAM > MOST * free else ["intermediate_size", "draft_vocab"]
-        own = [f"a smaller {flag(name)}" for name in smaller if name not in foreign]
-        return " or ".join([*own, "a smaller or more strongly quantized --target"])
-
 
 def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
     """Resolve a run's settings, and return them with the run's lower bound.
 
     `target` has no weights; by default, it is created from the headers of its files, which are fetched if necessary.
-    Raises ConfigError if the head does not fit the target, TargetError if the target cannot make up the data as
-    configured, and EagleError if the target cannot be found.
+    Raises ConfigError if the head does not fit the target, TargetError if the target cannot make up the data.
     """
     target = target or given.loading.load(given.head.target, lazy=True)
     config = resolve(given, target.hidden_size)
@@ -171,11 +156,10 @@ class Probe:
 
 
 def probe(target: Target, config: TrainSettings, head: Head | None = None, free: int | None = None) -> Probe:
-    """Measure a few steps with a temporary head.
+    """Measure a few steps with a temporary head, which has the shape of a `head` to continue from.
 
-    A `head` to continue from gives the shape. The number of rows grows until it reaches those computed at once or a
-    step takes a second; the memory for more rows is extrapolated. Raises ConfigError, with settings that fit, if that
-    exceeds `free` bytes, by default this machine's free memory.
+    The number of rows grows until it reaches those computed at once or a step takes a second; the memory for more rows
+    is extrapolated. Raises ConfigError, with settings that fit, if that exceeds `free` bytes.
     """
     free = free_memory() if free is None else free
     kind: Any = KINDS[config.head.kind]
@@ -199,10 +183,9 @@ def probe(target: Target, config: TrainSettings, head: Head | None = None, free:
         reading_peak, reading = _measured(partial(read, part), begin)
         part = replace(part, states=np.array(in_16_bits(capture_rows(target, layers, part))))
         taken, learning = _measured(partial(step, part), begin)
-        gradients = FLOAT * sum(weight.size for weight in arrays_of(trained.trainable_parameters()).values())
-        fixed = min(taken, mx.get_active_memory() - begin + gradients)
-        each = max(0, taken - fixed) // count
-        check_memory(config, fixed, each, free)
+        fixed = min(taken, mx.get_active_memory() - begin + FLOAT * trained_size(trained))
+        by_row = max(0, taken - fixed) // count
+        check_memory(config, fixed, by_row, free)
         if count == at_once or learning > LONG:
             break
         count = min(at_once, 2 * count)
@@ -210,22 +193,19 @@ def probe(target: Target, config: TrainSettings, head: Head | None = None, free:
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens = count * config.optimization.length
-    return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each), written)
+    return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * by_row), written)
 
 
-def check_memory(config: TrainSettings, fixed: int, each: int, free: int) -> None:
-    """Raise ConfigError, with settings that fit, if a step needs too much of `free` bytes.
-
-    `fixed` is in bytes and independent of the number of rows; `each` is per row.
-    """
+def check_memory(config: TrainSettings, fixed: int, by_row: int, free: int) -> None:
+    """Raise ConfigError, with settings that fit, if a step's `fixed` bytes and those `by_row` exceed `free` bytes."""
     step = config.optimization
-    needed = fixed + math.ceil(step.rows / step.accumulate) * each
+    needed = fixed + math.ceil(step.rows / step.accumulate) * by_row
     room = int(MOST * free)
     if needed <= room:
         return
     advice = []
-    if fixed + each <= room:
-        advice.append(f"--accumulate {math.ceil(step.rows / ((room - fixed) // each))}")
+    if fixed + by_row <= room:
+        advice.append(f"--accumulate {math.ceil(step.rows / ((room - fixed) // by_row))}")
     if not step.grad_checkpoint:
         advice.append("--grad-checkpoint")
     advice += ["a shorter --length", "a smaller --unroll"]
@@ -252,15 +232,14 @@ def _measured(work: Callable[[], object], begin: int) -> tuple[int, float]:
 def _written(target: Target) -> float:
     """Return the tokens per second that the target writes in the first batch of conversations."""
     prompts = np.random.default_rng(0).integers(0, target.vocab_size, (FIRST_ROWS, 8)).tolist()
-    written = 0
+    counts: list[int] = []
 
     def write() -> None:
-        nonlocal written
         outputs = Engine(target, max_batch=FIRST_ROWS).generate(prompts, SamplingParams(max_tokens=16))
-        written = sum(len(output.tokens) for output in outputs)
+        counts.append(sum(len(output.tokens) for output in outputs))
 
     _, seconds = _measured(write, 0)
-    return written / seconds
+    return counts[-1] / seconds
 
 
 def _random_rows(target: Target, config: TrainSettings, count: int) -> Rows:

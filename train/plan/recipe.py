@@ -35,10 +35,7 @@ class Recipe:
 
 
 def load_recipe(name: str, head: str = "") -> Recipe:
-    """Return the recipe with this name or for this model, or the one for a kind of `head` that is based on it.
-
-    Raises ConfigError, with all names, if there is none.
-    """
+    """Return the recipe with this name or for this model, or its variant for a kind of `head`. Raises ConfigError."""
     recipe = _read(name) if name in recipe_names() else recipe_for(name)
     if recipe is None:
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
@@ -53,8 +50,8 @@ def load_recipe(name: str, head: str = "") -> Recipe:
 def recipe_for(target: str) -> Recipe | None:
     """Return the recipe for a target, matched by its name or its base model's."""
     names = names_of(target)
-    every = map(_read, recipe_names())
-    return next((one for one in every if any(same_model(name, one.base_model) for name in names)), None)
+    recipes = map(_read, recipe_names())
+    return next((recipe for recipe in recipes if any(same_model(name, recipe.base_model) for name in names)), None)
 
 
 @cache
@@ -72,10 +69,7 @@ def _fields(name: str) -> dict[str, Any]:
 
 
 def described_by_name(target: str) -> Mapping[str, Any] | None:
-    """Return the model config from the recipe of a target's base model, with the quantization in the target's name.
-
-    Returns None if there is no such recipe. This is the fallback if the hub cannot be reached.
-    """
+    """Return the model config from the recipe of a target's base model, if any, quantized as the target's name says."""
     recipe = recipe_for(target)
     if recipe is None:
         return None

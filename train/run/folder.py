@@ -1,7 +1,4 @@
-"""A run's folder, locked for one process; the run's identity; and what it has before its first data.
-
-A run can only continue with the same settings, target and data.
-"""
+"""A run's folder, locked for one process, and the run's identity: it only continues with the same target and data."""
 
 from __future__ import annotations
 
@@ -19,33 +16,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx.command import Stop
-from eagle_mlx.errors import CheckpointError, ConfigError, DataError, OutputError
+from eagle_mlx.errors import CheckpointError, ConfigError, OutputError
 from eagle_mlx.files import check_free, locked, swap, write_whole
-from eagle_mlx.target import Target, digest_of, fingerprint
 
-from ..config import TrainConfig, TrainSettings, flag
-from ..data import Batches, Examples, Joined, TrainData, sources_of
-from ..distributed import SINGLE_PROCESS, World
-from ..kinds import Head
+from ..config import TrainConfig, flag
+from ..data import Examples, Joined, TrainData, sources_of
 from . import state
-from .state import RunCheckpoint, Stopwatch
-from .tracker import Tracker
-from .workers import Workers
 
 RUN_FILE, REPORT = "run.json", "report.json"
 BEST, LAST = "best", "last"  # subfolders for heads. They appear when they are complete
+MADE = "made"  # subfolder for the conversations that the target makes in a run with a time limit
 MUTABLE = (
-    "output",
-    "overwrite",
-    "cache_dir",
-    "checkpoints",
-    "checkpoint_minutes",
-    "log_steps",
-    "wandb",
-    "wandb_project",
-)
-"""Settings that do not affect training, so a resumed run may change them."""
+    *("output", "overwrite", "cache_dir", "checkpoints", "checkpoint_minutes", "log_steps"),
+    *("wandb", "wandb_project"),
+)  # settings that do not affect training, so a resumed run may change them
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,6 @@ def data_fingerprint(data: TrainData, warmup: TrainData | None = None) -> str:
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Write the identity into a run's folder."""
     values = {**dataclasses.asdict(identity), "config": identity.config.flat()}
     write_whole(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
@@ -92,14 +75,11 @@ def read_identity(folder: Path) -> Identity:
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the run in a folder, with changes.
-
-    Raises ConfigError if a setting must not change, CheckpointError if the folder has no run.
-    """
-    began = read_identity(folder).config
-    config = TrainConfig.of(**{**began.flat(), **changes})
+    """Return the settings of the run in a folder, with changes. Raises ConfigError if a setting must not change."""
+    began = read_identity(folder).config.flat()
+    config = TrainConfig.of(**{**began, **changes})
     for name in changes:
-        before, now = began.flat()[name], config.flat()[name]
+        before, now = began[name], config.flat()[name]
         if before != now and name not in MUTABLE:
             raise ConfigError(
                 f"{flag(name)} is {now!r}, but the run in {folder} began with {before!r}; leave {flag(name)} out, "
@@ -110,36 +90,25 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 def check_same(folder: Path, now: Identity) -> None:
     """Raise ConfigError if target, data or processes differ from those that the run in a folder began with."""
-    began = read_identity(folder)
-    if began.processes != now.processes:
-        raise ConfigError(
-            f"the run in {folder} began with {began.processes} process{'es' * (began.processes > 1)}, not "
-            f"{now.processes}; start the same number (`mlx.launch -n {began.processes}`), since they share each batch"
-        )
-    if began.target != now.target:
-        raise ConfigError(
-            f"{now.config.head.target} is not the target that the run in {folder} began with; restore that target"
-        )
-    if began.adapted != now.adapted:
-        raise ConfigError(
-            f"{now.config.head.init_from} is not the head that the run in {folder} began to adapt; restore that head"
-        )
-    if began.data != now.data:
-        source = ", ".join(now.config.data.shards or sources_of(now.config))
-        raise ConfigError(f"the data in {source} has changed since the run in {folder} began; restore it")
-
-
-MADE = "made"  # subfolder for the conversations that the target makes in a run with a time limit
+    began, config, head = read_identity(folder), now.config, now.config.head
+    source = ", ".join(config.data.shards or sources_of(config))
+    messages = {
+        "processes": f"the run in {folder} began with {began.processes} process{'es' * (began.processes > 1)}, not "
+        f"{now.processes}; start the same number (`mlx.launch -n {began.processes}`), since they share each batch",
+        "target": f"{head.target} is not the target that the run in {folder} began with; restore that target",
+        "adapted": f"{head.init_from} is not the head that the run in {folder} began to adapt; restore that head",
+        "data": f"the data in {source} has changed since the run in {folder} began; restore it",
+    }
+    for name, message in messages.items():
+        if getattr(began, name) != getattr(now, name):
+            raise ConfigError(message)
 
 
 @contextlib.contextmanager
 def run_folder(
     output: str | Path, overwrite: bool, resume: Path | None = None, claimed: Path | None = None
 ) -> Iterator[Path]:
-    """Yield the run's folder: `claimed` if given, else the result of `claim`.
-
-    Raises OutputError, with instructions to resume the run, if the folder cannot be written.
-    """
+    """Yield `claimed` or the result of `claim`. An OutputError from within tells what is kept, and how to resume."""
     folder = claimed
     try:
         with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, resume) as folder:
@@ -214,65 +183,6 @@ def _replaces(resume: Path, output: Path) -> bool:
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.new."
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a run has before its first data."""
-
-    target: Target
-    config: TrainSettings
-    head: Head | None  # the head to continue from
-    folder: Path
-    tracker: Tracker
-    stop: Stop
-    workers: Workers
-    watch: Stopwatch
-    saved: RunCheckpoint | None  # the state of an interrupted run, which continues
-
-    def batches(self, data: TrainData) -> Batches:
-        """Return the batches of this data. Raises DataError if there are none."""
-        step = self.config.optimization
-        batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self.workers.world)
-        if not batches.steps_per_epoch():
-            raise DataError("no conversation is long enough to learn from; check the data")
-        return batches
-
-
-@contextlib.contextmanager
-def set_up(
-    target: Target,
-    config: TrainSettings,
-    data: str,
-    head: Head | None = None,
-    resume: Path | None = None,
-    stop: Stop | None = None,
-    world: World = SINGLE_PROCESS,
-    watch: Stopwatch | None = None,
-    claimed: Path | None = None,
-) -> Iterator[Setup]:
-    """Yield what a run needs that writes to `config.run.output`.
-
-    `data`: its fingerprint. `head`: to continue from. `resume`: folder of an interrupted run, which continues from its
-    newest intact state as if it had never stopped. `watch`: the run's stopwatch. `claimed`: the folder, if the caller
-    has already created and locked it (`claim`).
-
-    Raises OutputError if the folder exists or cannot be written; ConfigError if a resumed run has another target or
-    other data; CheckpointError if it is complete. In a `world`, rank 0 calls this, and the others `run_worker`.
-    """
-    stop = stop or Stop()
-    check_incomplete(resume)
-    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
-    with stop.listening(), place as folder:
-        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
-        who = Identity(config, fingerprint(target), data, world.size, adapted)
-        if resume:
-            check_same(folder, who)
-        write_identity(folder, who)
-        saved = state.newest(folder, tqdm.write) if resume else None
-        tracking = Tracker(folder, config, saved.state.progress.step if saved else None)
-        with tracking as tracker, contextlib.closing(Workers(world, stop)) as workers:
-            yield Setup(target, config, head, folder, tracker, stop, workers, watch or Stopwatch(), saved)
 
 
 def check_incomplete(resume: Path | None) -> None:

@@ -31,16 +31,13 @@ from ..kinds import kind_of, merged
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of, with_warmup
 from . import state
-from .folder import BEST, LAST, REPORT, Setup, read_identity, write_identity
-from .start import new_head, with_vocabulary
-from .state import Bar, Progress, RunCheckpoint, RunState, mean, means
-from .workers import first_epoch
+from .folder import BEST, LAST, REPORT, read_identity, write_identity
+from .start import Setup, first_epoch, new_head, with_vocabulary
+from .state import Bar, Progress, RunCheckpoint, RunState, mean
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Training on some batches until a schedule is over."""
-
     batches: Batches
     schedule: Schedule
     bar: Bar
@@ -50,26 +47,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Result:
-    """What a phase gave."""
-
     acceptance: Acceptance
     until: float  # second of the run at which its steps ended
 
 
 def train(
-    setup: Setup,
-    data: TrainData,
-    prompts: list[list[int]],
-    warmup: TrainData | None = None,
-    seconds: float = 0.0,
+    setup: Setup, data: TrainData, prompts: list[list[int]], warmup: TrainData | None = None, seconds: float = 0.0
 ) -> dict[str, Any]:
     """Train on all data until time, steps or epochs are over, first on the warm-up's text; return the report.
 
-    The folder gets the heads `best` (highest τ) and `last` in the layout of their kind, metrics.jsonl, report.json and
-    plots. Ctrl-C and SIGTERM save the state and raise Stopped.
-
-    `prompts`: tokens of the prompts for acceptance. `seconds`: expected for training, 0 if unknown. Raises DataError if
-    there is nothing to learn, EagleError if the loss is not finite.
+    The folder gets the heads `best` (highest τ) and `last`, metrics.jsonl, report.json and plots. `prompts` and
+    `seconds` are as in `Run`. A signal saves the state and raises Stopped. Raises DataError if there is nothing to
+    learn, EagleError if the loss is not finite.
     """
     run = Run(setup, data, prompts, seconds)
     if setup.saved is None:
@@ -96,14 +85,14 @@ class Run:
         `prompts`: tokens of the prompts for acceptance. `seconds`: expected for the run, to choose the number of
         prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError if there are no batches.
         """
-        self.config, self.watch, self._setup = setup.config, setup.watch, setup
-        self.batches = setup.batches(data)
-        saved, target, how = setup.saved, setup.target, setup.config.evaluation
+        self.config, self.watch = setup.config, setup.watch
+        self._setup, self.batches = setup, setup.batches(data)
+        saved, target, measuring = setup.saved, setup.target, setup.config.evaluation
         if setup.head is None:
             self.head = new_head(target, data, self.config, begin=saved is None)
         else:
             self.head = with_vocabulary(setup.head, target, data.kept, self.config)
-        self._evaluator = Evaluator(target, prompts, how.depth, how.tokens, how.batch)
+        self._evaluator = Evaluator(target, prompts, measuring.depth, measuring.tokens, measuring.batch)
         self._stepper = Stepper(self.head, target, self.config, setup.workers.world)
         self.progress = Progress()
         self._recent: list[StepResult] = []
@@ -124,30 +113,32 @@ class Run:
         self._stepper.restore(saved.stepper)
         self._setup.workers.sync(self._stepper)
         now = saved.state
-        self.progress, self._recent, self._next_eval = now.progress, now.recent, now.next_eval
+        self.progress, self._recent = now.progress, now.recent
+        self._next_eval = now.next_eval
         self.watch.restart(now.elapsed)
         tqdm.write(f"resuming after step {self.progress.step}")
         return now.untrained, (now.best_step, now.best)
 
     def _choose_evaluations(self, seconds: float, times: int) -> None:
         """Choose the number of prompts and of measurements by their measured cost, and record both for resumed runs."""
-        how, span = self.config.evaluation, span_of(self.config, self.batches.steps_per_epoch())
-        if how.minutes:
-            times = math.ceil(seconds / 60 / how.minutes)
-        elif how.steps:
-            times = math.ceil(span.steps / how.steps)
+        every, span = self.config.evaluation, span_of(self.config, self.batches.steps_per_epoch())
+        if every.minutes:
+            times = math.ceil(seconds / 60 / every.minutes)
+        elif every.steps:
+            times = math.ceil(span.steps / every.steps)
         with self._setup.stop.immediate():
             prompts, chosen = self._evaluator.fit(merged(self.head), SHARE * seconds, times)
-        every: dict[str, float] = {}
-        if not times:
-            minutes = self.config.optimization.minutes
-            every = {"eval_minutes": minutes / chosen} if minutes else {"eval_steps": math.ceil(span.steps / chosen)}
-        self.config = self.config.changed(eval_prompts=prompts, **every)
+        changes: dict[str, float] = {"eval_prompts": prompts}
+        if not times and (minutes := self.config.optimization.minutes):
+            changes["eval_minutes"] = minutes / chosen
+        elif not times:
+            changes["eval_steps"] = math.ceil(span.steps / chosen)
+        self.config = self.config.changed(**changes)
         write_identity(self._setup.folder, dataclasses.replace(read_identity(self._setup.folder), config=self.config))
 
     @contextlib.contextmanager
     def _interruptible(self) -> Generator[None, None, None]:
-        """Return a context manager in which a signal waits for the end of a step, and the state is saved."""
+        """Let signals wait for the end of a step, and save the state when the run is stopped."""
         with self._setup.stop.deferred():
             try:
                 yield
@@ -213,9 +204,8 @@ class Run:
         return result
 
     def _rate_factor(self, schedule: Schedule, step: int) -> float:
-        """Return the share of the peak learning rates at a step and the current time."""
-        how = self.config.optimization
-        return schedule.factor(step, self.watch.elapsed, how.warmup, how.final_lr)
+        rates = self.config.optimization
+        return schedule.factor(step, self.watch.elapsed, rates.warmup, rates.final_lr)
 
     def _explained(self, error: NotFiniteError, batches: Batches, rows: Rows) -> EagleError:
         """Return an error that names the suspicious samples and a remedy."""
@@ -233,15 +223,15 @@ class Run:
         values = {
             **self._counts(),
             "loss": mean([r.loss for r in self._recent]),
-            "loss_by_step": means([r.loss_by_step for r in self._recent]),
-            "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
+            "loss_by_step": mean([r.loss_by_step for r in self._recent]),
+            "accuracy_by_step": mean([r.accuracy_by_step for r in self._recent]),
             "learning_rate_factor": self._rate_factor(schedule, self.progress.step - 1),
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
         distances = [r.feature_loss_by_step for r in self._recent if r.feature_loss_by_step is not None]
         if distances:
-            values["feature_loss_by_step"] = means(distances)
+            values["feature_loss_by_step"] = mean(distances)
         self._setup.tracker.log("train", self.progress.step, values)
         self._recent = []
 
@@ -254,37 +244,34 @@ class Run:
 
     def _measure(self) -> Acceptance:
         with self._setup.stop.immediate():
-            found = self._evaluator.measure(merged(self.head))
-        texts = {"generations": self._evaluator.generations}
-        self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
+            measured = self._evaluator.measure(merged(self.head))
+        values = {**dataclasses.asdict(measured), "generations": self._evaluator.generations}
+        self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **values})
         tqdm.write(
-            f"step {self.progress.step}: τ {found.acceptance_length:.3f} ± {found.interval:.3f} at depth {found.depth}"
-            f", by position {' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
-            f"({counted(found.prompts, 'prompt')}, {found.left_out} left out as loops, {found.seconds:.0f} s)"
+            f"step {self.progress.step}: τ {measured.acceptance_length:.3f} ± {measured.interval:.3f} at depth "
+            f"{measured.depth}, by position {' '.join(f'{a:.2f}' for a in measured.acceptance_by_position)} "
+            f"({counted(measured.prompts, 'prompt')}, {measured.left_out} left out as loops, {measured.seconds:.0f} s)"
         )
-        return found
+        return measured
 
     def evaluate(self) -> Acceptance:
-        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved.
-
-        The start is a candidate too, but loses a tie.
-        """
-        found = self._measure()
-        self._save_head(LAST, found)
+        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved; the start loses a tie."""
+        measured = self._measure()
+        self._save_head(LAST, measured)
         step, best = self.best
-        if (found.acceptance_length, True) > (best.acceptance_length, step > 0):
-            self.best = (self.progress.step, found)
-            self._save_head(BEST, found)
-        return found
+        if (measured.acceptance_length, True) > (best.acceptance_length, step > 0):
+            self.best = (self.progress.step, measured)
+            self._save_head(BEST, measured)
+        return measured
 
-    def _save_head(self, name: str, found: Acceptance | None = None) -> None:
+    def _save_head(self, name: str, measured: Acceptance | None = None) -> None:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
-        if found is not None:
-            extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth, "prompts": found.prompts}
+        if measured is not None:
+            extra |= {key: getattr(measured, key) for key in ("acceptance_length", "depth", "prompts")}
         if self._setup.target.adapter is not None:
             extra["adapter"] = self._setup.target.adapter.name
-        called = public_name(self._setup.target.name)
-        kind_of(self.head).save(merged(self.head), self._setup.folder / name, called, extra, file_type(self.config))
+        target = public_name(self._setup.target.name)
+        kind_of(self.head).save(merged(self.head), self._setup.folder / name, target, extra, file_type(self.config))
 
     def save_state(self) -> None:
         due = self._next_eval or 0.0
@@ -302,11 +289,11 @@ class Run:
 
     def _eval_clock(self, schedule: Schedule) -> tuple[float, float]:
         """Return the current position and the distance between evaluations, in steps, seconds or shares of the run."""
-        how = self.config.evaluation
-        if how.steps:
-            return self.progress.step, how.steps
-        if how.minutes:
-            return self.watch.elapsed, 60 * how.minutes
+        every = self.config.evaluation
+        if every.steps:
+            return self.progress.step, every.steps
+        if every.minutes:
+            return self.watch.elapsed, 60 * every.minutes
         return schedule.progress(self.progress.step, self.watch.elapsed), 1 / TIMES
 
     def _plan_next_save(self) -> None:
@@ -346,13 +333,10 @@ class Run:
             "untrained_acceptance_length": self.untrained.acceptance_length,
             "best_step": best_step,
             "better_than_start": best_step > 0,
-            "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
-            "loss": logged[-1]["loss"] if logged else None,
-            "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
+            "acceptance": {name: dataclasses.asdict(measured) for name, measured in acceptance.items()},
+            **{name: logged[-1][name] if logged else None for name in ("loss", "accuracy_by_step")},
             "steps": progress.step,
-            "tokens": progress.tokens,
-            "train_seconds": progress.train_seconds,
-            "tokens_per_second": progress.tokens_per_second,
+            **{name: getattr(progress, name) for name in ("tokens", "train_seconds", "tokens_per_second")},
             "data": data,
             "head": dataclasses.asdict(self.head.config),
             "config": public_settings(config),

@@ -1,50 +1,68 @@
-"""The head that training starts from: an existing one, or a new one."""
+"""What a run has before its first step: the head, the other processes, and what writes to its folder."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from tqdm import tqdm
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.command import Stop, Stopped
+from eagle_mlx.errors import ConfigError, DataError, EagleError
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.heads import kind_of as known_kind
+from eagle_mlx.heads import kind_of as head_kind
 from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example, features_of, from_16_bits, last_of, read_states
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.setting import find
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, digest_of, fingerprint
 
 from ..config import TrainConfig, TrainSettings, flag
-from ..data import Examples, TrainData
+from ..data import Batches, Examples, TrainData
+from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, choose_trained, kind_of
-from ..kinds.base import projection
-from ..kinds.least_squares import best_map
+from ..kinds.base import Kept, projection
+from ..kinds.least_squares import Piece, best_map
+from ..step import Stepper
+from . import state
+from .folder import Identity, check_incomplete, check_same, run_folder, write_identity
+from .state import RunCheckpoint, Stopwatch
+from .tracker import Tracker
+
+_DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
+"""Weights that have a row for each token of the draft vocabulary."""
+_PIECES = 20  # parts of a vocabulary, of which two choose the ridge of the least squares
+_TOKENS_PER_INPUT = 32
+"""Tokens per input value of the linear start, if hidden states are captured (figures: docs/decisions.md)."""
+_READ_PER_INPUT = 8
+"""The same if the target must compute the states first. By those figures, a quarter gives nine tenths of the gain."""
+_SYNC = "sync"
 
 
 def existing_head(target: Target, config: TrainSettings) -> Head | None:
-    """Return the head named by `config.head.init_from`, ready for training, or None.
+    """Return the head named by `config.head.init_from`, ready for training in float32, or None.
 
-    Weights are converted to float32. A head gets more layers if it has fewer than asked for. Its own embedding is not
-    trained, as in other trainers; with a rank, only low-rank additions are. Raises ConfigError if kind or shape
-    contradict the settings, and the errors of loading.
+    It gets more layers if it has fewer than the settings say. Raises ConfigError if kind or shape contradict the
+    settings, and the errors of loading.
     """
     if not config.head.init_from:
         return None
     loaded: Any = load_head(config.head.init_from, target)
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
-        one = known_kind(loaded).one_head
-        raise ConfigError(f"{config.head.init_from} is {one}; continue it with --head {kind.name}")
+        raise ConfigError(
+            f"{config.head.init_from} is {head_kind(loaded).one_head}; continue it with --head {kind.name}"
+        )
     for name, has in kind.mismatches(loaded, config).items():
-        asked = config.value(name)
-        if asked not in (find(TrainConfig, name).default, has):
+        wanted = config.value(name)
+        if wanted not in (find(TrainConfig, name).default, has):
             raise ConfigError(
-                f"{flag(name)} is {_text(asked)}, but {config.head.init_from} has {_text(has)}; "
+                f"{flag(name)} is {_text(wanted)}, but {config.head.init_from} has {_text(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
     head: Head = kind.adopt(loaded, config.head.layers or 0, config.run.seed)
@@ -55,12 +73,8 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
     return head
 
 
-_DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
-"""Weights that have a row for each token of the draft vocabulary."""
-
-
-def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, config: TrainSettings) -> Head:
-    """Return the head with the draft vocabulary `kept` [Vd], the target's ids, ascending; None for all.
+def with_vocabulary(head: Head, target: Target, kept: Kept, config: TrainSettings) -> Head:
+    """Return the head with the draft vocabulary `kept`.
 
     Tokens that it drafts already keep their rows of weights. Rows of new tokens are predicted from those of the
     target's output projection, by least squares over all tokens that it drafts already.
@@ -71,15 +85,15 @@ def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, 
     if np.array_equal(old, new):
         return head
     place = np.minimum(np.searchsorted(old, new), len(old) - 1)
-    known = mx.array(old[place] == new)[:, None]
+    had = mx.array(old[place] == new)[:, None]
     rows = mx.pad(projection(target), [(0, 0), (0, 1)], constant_values=1.0)  # with a constant
     weights = weights_of(head)
     for name in weights.keys() & set(_DRAFT_ROWS):
         pieces = [np.arange(first, len(old), _PIECES) for first in range(min(_PIECES, len(old)))]
-        found = best_map((rows[mx.array(old[at])], weights[name][mx.array(at)]) for at in pieces)
-        assert found is not None, "a draft vocabulary has tokens"
-        guess = rows[mx.array(new)] @ mx.array(found[0])
-        weights[name] = mx.where(known, weights[name][mx.array(place)], guess)
+        fit = best_map((rows[mx.array(old[at])], weights[name][mx.array(at)]) for at in pieces)
+        assert fit is not None, "a draft vocabulary has tokens"
+        guess = rows[mx.array(new)] @ mx.array(fit[0])
+        weights[name] = mx.where(had, weights[name][mx.array(place)], guess)
     d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
     changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), d2t)
     changed.load_weights(list(weights.items()))
@@ -89,14 +103,14 @@ def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, 
     return changed
 
 
-_PIECES = 20  # parts of a vocabulary, of which two choose the ridge of the least squares
-
-
 def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool = True) -> Head:
     """Return a new head for the data. It is random if `begin` is false, else initialized by `config.head.start`."""
     head: Head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     if begin and config.head.start == "linear":
-        start_linear(head, target, data.samples, config.run.seed)
+        head.attach(target)
+        if (fit := best_map(_pieces(head, target, data.samples, config.run.seed))) is not None:
+            kind_of(head).begin_as(head, *fit)
+            mx.eval(head.parameters())
     return head
 
 
@@ -104,26 +118,8 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-_TOKENS_PER_INPUT = 32
-"""Tokens per input value of the linear start, if hidden states are captured (figures: docs/decisions.md)."""
-_READ_PER_INPUT = 8
-"""The same if the target must compute the states first. By those figures, a quarter gives nine tenths of the gain."""
-
-
-def start_linear(head: Head, target: Target, samples: Examples, seed: int) -> None:
-    """Initialize a new head with the best linear map for the samples; without samples, leave it unchanged.
-
-    The target computes missing hidden states.
-    """
-    head.attach(target)
-    found = best_map(_pieces(head, target, samples, seed))
-    if found is not None:
-        kind_of(head).begin_as(head, *found)
-        mx.eval(head.parameters())
-
-
-def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """Yield inputs [n, D] and desired outputs [n, H] of the linear map, one conversation at a time.
+def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[Piece]:
+    """Yield inputs [n, D] and desired outputs [n, H] of the linear map for each conversation.
 
     The first token is left out because its hidden states are unlike all others (Sun et al. 2024, Massive Activations in
     Large Language Models).
@@ -155,3 +151,136 @@ def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array
         whole = from_16_bits(example.states.whole)[None]
     whole = whole.astype(mx.float32)
     return list(mx.split(features_of(whole, size), len(layers), axis=-1)) if layers else [], last_of(whole, size)
+
+
+def first_epoch(config: TrainSettings) -> int:
+    """Return a plain run's first epoch on its own data. The warm-up has all epochs before."""
+    return config.optimization.epochs + 1 if config.data.warmup_data else 0
+
+
+class Workers:
+    """Rank 0's control of the other processes. A single process has none."""
+
+    def __init__(self, world: World, stop: Stop):
+        self.world, self._stop = world, stop
+        self._ended = world.size == 1
+
+    def step(self, epoch: int, batch: int, factor: float) -> None:
+        """Have all workers take a step on their part of a batch. Raises Stopped if any process was asked to stop."""
+        self._broadcast([epoch, batch, factor])
+
+    def sync(self, stepper: Stepper) -> None:
+        """Send this process's head and optimizer state to all workers."""
+        if not self._ended:
+            self._broadcast(_SYNC)
+            stepper.sync()
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if not self._ended:
+            self._ended = True
+            with contextlib.suppress(EagleError):  # they have already ended
+                self.world.any(True)
+
+    def _broadcast(self, command: object) -> None:
+        if self._ended:
+            return
+        if self.world.any(self._stop.asked):
+            self._ended = True
+            raise Stopped
+        self.world.broadcast(command)
+
+
+def run_worker(
+    target: Target,
+    data: TrainData,
+    config: TrainSettings,
+    head: Head | None,
+    world: World,
+    stop: Stop,
+    warmup: TrainData | None = None,
+) -> None:
+    """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
+    if head is None:
+        head = new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
+    else:
+        head = with_vocabulary(head, target, data.kept, config)
+    with stop.deferred():
+        step, begin = config.optimization, first_epoch(config)
+        sources = [source.samples for source in (warmup, data) if source]
+        parts = [Batches(samples, step.rows, step.length, config.run.seed, world) for samples in sources]
+        stepper = Stepper(head, target, config, world)
+        position, stream = (0, 0), parts[0].epoch(0)
+        try:
+            while not world.any(stop.asked):
+                command = world.broadcast()
+                if command == _SYNC:
+                    stepper.sync()
+                    continue
+                epoch, batch, factor = command
+                if position != (epoch, batch):
+                    stream.close()
+                    stream = parts[0 if epoch < begin else -1].epoch(epoch, batch)
+                stepper(next(stream), factor)
+                position = (epoch, batch + 1)
+        finally:
+            stream.close()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run has before its first data."""
+
+    target: Target
+    config: TrainSettings
+    head: Head | None  # the head to continue from
+    folder: Path
+    tracker: Tracker
+    stop: Stop
+    workers: Workers
+    watch: Stopwatch
+    saved: RunCheckpoint | None  # the state of an interrupted run, which continues
+
+    def batches(self, data: TrainData) -> Batches:
+        """Return the batches of this data. Raises DataError if there are none."""
+        step = self.config.optimization
+        batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self.workers.world)
+        if not batches.steps_per_epoch():
+            raise DataError("no conversation is long enough to learn from; check the data")
+        return batches
+
+
+@contextlib.contextmanager
+def set_up(
+    target: Target,
+    config: TrainSettings,
+    data: str,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
+    world: World = SINGLE_PROCESS,
+    watch: Stopwatch | None = None,
+    claimed: Path | None = None,
+) -> Iterator[Setup]:
+    """Yield what a run needs that writes to `config.run.output`.
+
+    `data`: its fingerprint. `head`: to continue from. `resume`: folder of an interrupted run, which continues from its
+    newest intact state as if it had never stopped. `watch`: the run's stopwatch. `claimed`: the folder, if the caller
+    has already created and locked it (`claim`).
+
+    Raises OutputError if the folder exists or cannot be written; ConfigError if a resumed run has another target or
+    other data; CheckpointError if it is complete. In a `world`, rank 0 calls this, and the others `run_worker`.
+    """
+    stop = stop or Stop()
+    check_incomplete(resume)
+    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
+    with stop.listening(), place as folder:
+        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
+        identity = Identity(config, fingerprint(target), data, world.size, adapted)
+        if resume:
+            check_same(folder, identity)
+        write_identity(folder, identity)
+        saved = state.newest(folder, tqdm.write) if resume else None
+        tracking = Tracker(folder, config, saved.state.progress.step if saved else None)
+        with tracking as tracker, contextlib.closing(Workers(world, stop)) as workers:
+            yield Setup(target, config, head, folder, tracker, stop, workers, watch or Stopwatch(), saved)

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
@@ -40,7 +41,6 @@ class Stopwatch:
     """Measures the seconds of a run, including those before interruptions."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """`clock`: a monotonic clock in seconds."""
         self._clock = clock
         self._begin = clock()
 
@@ -73,18 +73,15 @@ class Bar:
         steps = progress.step if progress else 0
         self.bar.update((min(elapsed, self._seconds) if self._seconds else steps) - self.bar.n)
         if progress and results:
-            accuracy = " ".join(f"{share:.2f}" for share in means([r.accuracy_by_step for r in results]))
+            accuracy = " ".join(f"{share:.2f}" for share in mean([r.accuracy_by_step for r in results]))
             speed = tokens_per_second(progress.tokens_per_second)
             text = f"loss {mean([r.loss for r in results]):.3f}, accuracy {accuracy}, {speed}"
             self.bar.set_postfix_str(text, refresh=False)
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def means(rows: list[list[float]]) -> list[float]:
-    return [mean(list(column)) for column in zip(*rows, strict=True)]
+def mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, or of lists of numbers by position."""
+    return np.mean(values, axis=0).tolist()
 
 
 STATES = "checkpoints"  # subfolder for states in a run's folder
@@ -108,18 +105,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run's state with its arrays."""
-
     state: RunState
     head: Arrays  # the head's trainable weights by name, without conversion
     stepper: Arrays  # the optimizers' moments and step counts
 
 
 def save(run: Path, checkpoint: RunCheckpoint, keep: int) -> Path:
-    """Write a checkpoint atomically into a run's folder, flushed to disk; then remove all but the newest `keep`.
-
-    Raises OutputError, with earlier checkpoints untouched, if the disk is full or cannot be written.
-    """
+    """Write a checkpoint atomically, then remove all but the newest `keep`. Raises OutputError before any removal."""
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
     with new_folder(folder, overwrite=True) as part:
         write_tensors(part / _HEAD, checkpoint.head)
@@ -162,7 +154,6 @@ def load(folder: Path) -> RunCheckpoint:
 
 
 def remove(run: Path) -> None:
-    """Remove all states of a run."""
     shutil.rmtree(run / STATES, ignore_errors=True)
 
 
@@ -171,8 +162,7 @@ def exists(run: Path) -> bool:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return the folders of states, newest first."""
-    return sorted((run / STATES).glob("step-*"), reverse=True)
+    return sorted((run / STATES).glob("step-*"), reverse=True)  # newest first
 
 
 def _digest(file: Path) -> str:

@@ -45,7 +45,7 @@ class WandbRun:
 
     def __init__(self, folder: Path, config: TrainSettings, resume: bool):
         file = folder / "wandb" / "run-id"  # to resume the W&B run
-        known = file.read_text().strip() if resume and file.exists() else None
+        run_id = file.read_text().strip() if resume and file.exists() else None
         try:
             import wandb
 
@@ -54,8 +54,8 @@ class WandbRun:
                 project=config.run.wandb_project,
                 config=config.flat(),
                 dir=str(folder),
-                id=known,
-                resume="allow" if known else None,
+                id=run_id,
+                resume="allow" if run_id else None,
                 settings=wandb.Settings(finish_timeout=8.0),  # seconds; the rest stays on disk for `wandb sync`
             )
             self._run.define_metric("step")
@@ -105,10 +105,7 @@ class WandbRun:
 
 
 def end_service(seconds: float) -> None:
-    """Shut down wandb's process, and kill it if it is still alive after this many seconds.
-
-    It sometimes never ends, and wandb would wait for it forever when the interpreter exits.
-    """
+    """Shut down wandb's process, or kill it after this many seconds: some never end, and the exit waits for them."""
     import wandb
 
     ending = threading.Thread(target=wandb.teardown, daemon=True)
@@ -151,17 +148,14 @@ class Tracker:
         file = folder / METRICS
         self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)
         """All lines so far, including those before interruptions."""
-        self._known = {(row["kind"], row["step"]) for row in self.rows}
+        self._logged = {(row["kind"], row["step"]) for row in self.rows}
         self._folder, self._config = folder, config
         self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.run.wandb else None
         self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
 
     def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line with kind, step, values and memory use.
-
-        If the values have a learning_rate_factor, the learning rates are added.
-        """
-        if (kind, step) in self._known:
+        """Append a line with kind, step, values, learning rates of a `learning_rate_factor`, and memory use."""
+        if (kind, step) in self._logged:
             return
         row = {"kind": kind, "step": step, **values, **self._rates(values), "memory_gb": memory_gb()}
         self.rows.append(row)
@@ -171,22 +165,21 @@ class Tracker:
         if generations:
             write_generations(self.rows, self._folder)
         if self._wandb is not None:
-            leave_out = ("kind", "step", "generations")
-            sent = {name: value for name, value in row.items() if name not in leave_out}
+            sent = {name: value for name, value in row.items() if name not in ("kind", "step", "generations")}
             self._wandb.log(kind, step, sent, generations)
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Send the final results, and the plots that exist."""
         if self._wandb is not None:
-            drawn = [self._folder / name for name in PICTURES if (self._folder / name).exists()]
-            self._wandb.summarize(values, drawn)
+            plots = [self._folder / name for name in PICTURES]
+            self._wandb.summarize(values, filter(Path.exists, plots))
 
     def _rates(self, values: Mapping[str, Any]) -> dict[str, float]:
-        how, factor = self._config.optimization, values.get("learning_rate_factor")
+        rates, factor = self._config.optimization, values.get("learning_rate_factor")
         if factor is None:
             return {}
-        muon = {"muon_learning_rate": how.muon_lr * factor} if how.optimizer == "muon" and how.muon_lr else {}
-        return {"learning_rate": how.lr * factor, **muon}
+        muon = {"muon_learning_rate": rates.muon_lr * factor} if rates.optimizer == "muon" and rates.muon_lr else {}
+        return {"learning_rate": rates.lr * factor, **muon}
 
     def __enter__(self) -> Self:
         return self
@@ -200,5 +193,5 @@ class Tracker:
 def memory_gb() -> dict[str, float]:
     """Return gigabytes (10⁹ bytes): MLX's active and peak memory, and the process's peak memory."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "process_peak": most}
-    return {name: round(size / 1e9, 4) for name, size in found.items()}
+    sizes = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "process_peak": most}
+    return {name: round(size / 1e9, 4) for name, size in sizes.items()}

@@ -138,10 +138,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def noise_of(rows: Rows, size: float, seed: int, step: int) -> dict[str, NDArray[Any]]:
-    """Return the arrays for a step's noise: `noise` [B, L] float32, its maximum, and `keys` [B, 2] uint32; none for 0.
-
-    Conversations up to 512 tokens get the full `size`. A row's noise does not depend on the other rows or the process.
-    """
+    """Return a step's noise: `noise` [B, L] float32, its maximum, and `keys` [B, 2] uint32 by row; none for size 0."""
     if not size:
         return {}
     width = len(rows.segments)

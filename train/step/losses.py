@@ -71,7 +71,7 @@ def hard_cross_entropy(logits: mx.array, best: mx.array) -> mx.array:
 
 
 def total_variation(logits: mx.array, probs: mx.array) -> mx.array:
-    """Return sum |p - q| / 2 of the target's p [U, V] and the head's q = softmax(logits), [U].
+    """Return sum |p - q| / 2 [U] of the target's p [U, V] and the head's q = softmax(logits).
 
     It is the probability that rejection sampling rejects a token of q (Leviathan et al. 2023, theorem 3.5).
     """
@@ -105,16 +105,9 @@ def confidence_loss(logits: mx.array, acceptance: mx.array) -> mx.array:
 
 
 def step_loss(
-    head: Head,
-    x: mx.array,
-    labels: Labels,
-    weights: mx.array,
-    objective: Objective = CROSS_ENTROPY,
+    head: Head, x: mx.array, labels: Labels, weights: mx.array, objective: Objective = CROSS_ENTROPY
 ) -> tuple[mx.array, mx.array]:
-    """Return a draft step's weighted loss, without the feature distance, and its hits, both scalars.
-
-    x [U, H], or as from `with_latents` if the head has a Markov head; weights [U] float32.
-    """
+    """Return a draft step's weighted loss and hits, scalars, for x [U, H] or as `with_latents` and weights [U]."""
     h, latent, before = x, None, None
     if "markov_head" in head:
         size = head.hidden_size

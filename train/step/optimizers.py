@@ -82,10 +82,7 @@ _BY_TOKEN = ("lm_head.", "embed_tokens.", "markov_head.markov_w1.", "markov_head
 
 
 def is_inner_matrix(path: str, weight: Any) -> bool:
-    """Return whether a weight is a matrix between hidden states, for which Muon is designed.
-
-    Embeddings and output layers are not (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
-    """
+    """Return whether Muon is made for a weight: a matrix between hidden states (Jordan et al. 2024)."""
     return bool(weight.ndim == 2) and min(weight.shape) > 1 and not path.startswith(_BY_TOKEN)
 
 

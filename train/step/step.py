@@ -68,10 +68,7 @@ class _Part:
 
 
 class Stepper:
-    """Takes training steps and owns the optimizer's state.
-
-    The processes of a `world` take each step together on different rows, so their weights stay equal.
-    """
+    """Takes steps and owns the optimizer's state. The processes of a `world` take each step on different rows."""
 
     def __init__(self, head: Head, target: Target, config: TrainSettings, world: World = SINGLE_PROCESS):
         head.attach(target)

@@ -1,23 +1,28 @@
-"""Read finished and unfinished training runs, and compare them side by side (`eagle-train report`)."""
+"""Training runs: their metrics as plots, and comparisons side by side (`eagle-train report`)."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_mlx.command import exit_code, read, shown
-from eagle_mlx.errors import DataError, OutputError
+from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.extras import require
 from eagle_mlx.files import check_file, name_of, write_output, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
-from ..config import flag
-from .plots import Row, write_comparison
+from .config import flag
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
+    from matplotlib.axes import Axes
 
 METRICS = "metrics.jsonl"
 _REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
@@ -26,13 +31,169 @@ _NO_SETTINGS = frozenset(
     {"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from", "data", "shards"}
 )
 """Settings that are shown separately or do not affect the head."""
+Row = dict[str, Any]
+"""A line of metrics: its `kind` (train or eval), the `step` after which it was recorded, and the values."""
+
+
+def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Plot a run as PNG files in `folder`: all PICTURES for which the rows have data; none without matplotlib."""
+    try:
+        require("plotting", "plots")
+    except ConfigError as e:
+        print(f"note: {e}", file=sys.stderr)
+        return []
+    from matplotlib.figure import Figure
+
+    written = []
+    for name, (kind, key, draw) in _PLOTS.items():
+        data = [row for row in rows if row["kind"] == kind and key in row]
+        if data:
+            figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+            draw(_styled(figure.add_subplot()), data)
+            figure.savefig(folder / name, dpi=140)
+            written.append(folder / name)
+    return written
+
+
+def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
+    """Plot τ and loss of several runs against tokens, into one PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    length, loss = map(_styled, figure.subplots(1, 2))
+    for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
+        evals = [row for row in rows if row["kind"] == "eval" and {"tokens", "acceptance_length"} <= row.keys()]
+        train = [row for row in rows if row["kind"] == "train" and {"tokens", "loss"} <= row.keys()]
+        _taus(length, evals, color=color, label=name)
+        loss.plot([row["tokens"] for row in train], smooth([row["loss"] for row in train]), color=color, label=name)
+    length.set(title="Acceptance length, with 95 % intervals", xlabel="tokens", ylabel="tokens per target forward")
+    loss.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
+    length.legend(frameon=False)
+    figure.savefig(file, dpi=140)
+
+
+def _styled(axes: Axes) -> Axes:
+    from matplotlib.ticker import EngFormatter
+
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_formatter(EngFormatter())  # tokens as 10 M, not as 1 and 1e7 at the axis's end
+    return axes
+
+
+def _taus(axes: Axes, rows: Sequence[Row], **style: Any) -> None:
+    """Plot τ against tokens, with its 95 % intervals; a run of an earlier version has none."""
+    taus, errors = ([row.get(key, 0.0) for row in rows] for key in ("acceptance_length", "interval"))
+    axes.errorbar([row["tokens"] for row in rows], taus, errors, marker="o", capsize=3, **style)
+
+
+def _curves(axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False) -> None:
+    """Plot curves against tokens, with a legend if there are several. Noisy ones are gray, with their average."""
+    tokens = [row["tokens"] for row in rows]
+    for (name, values), color in zip(curves.items(), _colors(len(curves)), strict=True):
+        if noisy:
+            axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
+        axes.plot(tokens, smooth(values) if noisy else values, color=color, label=name)
+    axes.set(xlabel="tokens")
+    if len(curves) > 1:
+        _legend(axes, len(curves))
+
+
+def _loss(axes: Axes, rows: Sequence[Row]) -> None:
+    _curves(axes, rows, {"loss": [row["loss"] for row in rows]}, noisy=True)
+    axes.set(title="Training loss", ylabel="weighted mean over the draft steps")
+
+
+def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
+    steps = zip(*(row["accuracy_by_step"] for row in rows), strict=True)
+    _curves(axes, rows, {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)})
+    axes.set(title="Accuracy by draft step", ylabel="head's best token is the target's", ylim=(0, 1))
+
+
+def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
+    for row, color in zip(rows, _colors(len(rows)), strict=True):
+        values = row["acceptance_by_position"]
+        label = f"after {row['tokens']:,} tokens, τ {row['acceptance_length']:.2f}"
+        axes.plot(range(1, len(values) + 1), values, color=color, marker="o", label=label)
+    axes.set(title="Acceptance by draft position", xlabel="position", ylabel="share of rounds accepted", ylim=(0, 1))
+    axes.set_xticks(range(1, len(rows[0]["acceptance_by_position"]) + 1))
+    _legend(axes, len(rows))
+
+
+def _legend(axes: Axes, curves: int) -> None:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    columns = -(-curves // 22)  # 22 names fit in a column
+    figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
+    figure.set_figwidth(figure.get_figwidth() + 2.2 * (columns - 1))
+
+
+def _length(axes: Axes, rows: Sequence[Row]) -> None:
+    _taus(axes, rows, color=_colors(1)[0])
+    title = f"Acceptance length and 95 % interval, greedy, depth {len(rows[0]['acceptance_by_position'])}"
+    axes.set(title=title, xlabel="tokens", ylabel="tokens per target forward")
+    axes.set_ylim(bottom=0.9)
+
+
+def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
+    keys = {"AdamW": "learning_rate", "Muon": "muon_learning_rate"}
+    _curves(axes, rows, {name: [row[key] or math.nan for row in rows] for name, key in keys.items() if key in rows[0]})
+    axes.set(title="Learning rate", yscale="log")
+
+
+def _speed(axes: Axes, rows: Sequence[Row]) -> None:
+    _curves(axes, rows, {"speed": interval_speeds(rows)}, noisy=True)
+    axes.set(title="Training speed, without evaluations", ylabel="tokens/s")
+    axes.set_ylim(bottom=0)
+
+
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    keys = {"process, peak": "process_peak", "MLX, peak": "peak", "MLX, between steps": "active"}
+    _curves(axes, rows, {name: [row["memory_gb"][key] for row in rows] for name, key in keys.items()})
+    axes.set(title="Memory", ylabel="GB")
+    axes.set_ylim(bottom=0)
+
+
+def interval_speeds(rows: Sequence[Row]) -> list[float]:
+    """Return the training speed between consecutive rows, in tokens per second."""
+    places = [(0, 0.0), *((row["tokens"], row["train_seconds"]) for row in rows)]
+    return [(now[0] - old[0]) / max(now[1] - old[1], 1e-9) for old, now in itertools.pairwise(places)]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return a running average over a fiftieth of the values, with correct weights at the beginning."""
+    keep = 1 - 1 / max(1.0, 0.02 * len(values))
+    total = weight = 0.0
+    out = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        out.append(total / weight)
+    return out
+
+
+def _colors(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    scale = colormaps["viridis"]
+    return [scale(0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+_PLOTS: dict[str, tuple[str, str, Callable[[Axes, Sequence[Row]], None]]] = {
+    "loss.png": ("train", "loss", _loss),
+    "accuracy.png": ("train", "accuracy_by_step", _accuracy),
+    "acceptance_by_position.png": ("eval", "acceptance_by_position", _by_position),
+    "acceptance_length.png": ("eval", "acceptance_length", _length),
+    "learning_rate.png": ("train", "learning_rate", _learning_rate),
+    "speed.png": ("train", "train_seconds", _speed),
+    "memory.png": ("train", "memory_gb", _memory),
+}  # for each plot: the kind of rows, the required value, and the function that draws it
+PICTURES = tuple(_PLOTS)
+OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
+"""Plots about the head, not the machine."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return a run's facts as in `report --json`, with None for unknown values.
-
-    Raises DataError if the folder has no run, or if its files are damaged.
-    """
+    """Return a run's facts as in `report --json`; None is unknown. Raises DataError without a run, or if damaged."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     metrics = folder / METRICS
@@ -44,8 +205,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         )
     rows = read_rows(metrics)
     whole: Mapping[str, Any] = report or {}
-    settings = dict((report or about or {}).get("config") or {})
-    losses = [row.get("loss") for row in rows if row["kind"] == "train"]
+    settings = (report or about or {}).get("config") or {}
+    losses = [None, *(row.get("loss") for row in rows if row["kind"] == "train")]
     evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
     best = max(evals, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
@@ -66,7 +227,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "tokens": tokens,
         "train_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
-        "loss": whole.get("loss", losses[-1] if losses else None),
+        "loss": whole.get("loss", losses[-1]),
         "depth": best.get("depth") or settings.get("eval_depth"),
         "untrained": whole.get("untrained_acceptance_length", untrained),
         "best": whole.get("acceptance_length", best.get("acceptance_length")),
@@ -107,10 +268,7 @@ def read_object(file: Path, remedy: str) -> dict[str, Any] | None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return all lines of a run, without an incomplete last one. A missing file counts as empty.
-
-    Raises DataError with the line number if another line is invalid.
-    """
+    """Return a run's lines, if any, without an incomplete last one. Raises DataError with an invalid line's number."""
     if not file.exists():
         return []
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -165,8 +323,11 @@ _LINES = {
     "τ, untrained": ("untrained", "{:.3f}"),
     "τ, at depth": ("depth", "{}"),
     "acceptance by position": ("by_position", "{:.2f}"),
-}
-"""For each line of the table: the key in a run's facts, and the format."""
+}  # for each line of the table: the key in a run's facts, and the format
+
+
+def _ends_in(suffix: str) -> Limit:
+    return Limit(lambda file: file.suffix == suffix, f"must end in {suffix}, not {{}}")
 
 
 @dataclass(frozen=True)
@@ -176,24 +337,13 @@ class ReportOptions(Group):
     runs: tuple[Path, ...] = setting(
         REQUIRED, "output folder of a run; several are compared", metavar="DIR", positional=True
     )
-    output: Path | None = setting(
-        None,
-        "also write the comparison as Markdown",
-        Limit(lambda file: file.suffix == ".md", "must end in .md, not {}"),
-        metavar="FILE.md",
-    )
-    plot: Path | None = setting(
-        None,
-        "plot τ and loss against tokens",
-        Limit(lambda file: file.suffix == ".png", "must end in .png, not {}"),
-        metavar="FILE.png",
-    )
+    output: Path | None = setting(None, "also write the comparison as Markdown", _ends_in(".md"), metavar="FILE.md")
+    plot: Path | None = setting(None, "plot τ and loss against tokens", _ends_in(".png"), metavar="FILE.png")
     json: bool = setting(False, "print JSON instead of the table")
     overwrite: bool = setting(False, "replace an existing output")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the comparison and return the exit code."""
     return exit_code(lambda: run(read(ReportOptions, argv, "eagle-train report", _HELP)))
 
 
