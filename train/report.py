@@ -31,8 +31,7 @@ _NO_SETTINGS = frozenset(
     {"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from", "data", "shards"}
 )
 """Settings that are shown separately or do not affect the head."""
-Row = dict[str, Any]
-"""A line of metrics: its `kind` (train or eval), the `step` after which it was recorded, and the values."""
+Row = dict[str, Any]  # a line of metrics: its `kind` (train or eval), the `step` after which it was taken, the values
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:

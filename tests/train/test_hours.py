@@ -299,13 +299,13 @@ def test_the_rate_falls_if_a_measurement_takes_all_the_time(
     measure, calls = Evaluator.measure, []
 
     def long(self: Evaluator, head: Any) -> Any:
-        found = measure(self, head)
+        acceptance = measure(self, head)
         calls.append(clock.now)
         clock.now += 3600 * HOURS if len(calls) == 2 else 0
-        return found
+        return acceptance
 
     monkeypatch.setattr(Evaluator, "measure", long)
-    report = train_for_hours(target, config_of(out, log_steps=1), watch=Stopwatch(clock))
+    report = train_for_hours(target, config_of(out, hours=HOURS / 2, log_steps=1), watch=Stopwatch(clock))
     factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
     assert factors[-1] < 0.5
     assert len([portion for portion in report["data"]["portions"] if portion["tokens"]]) == 1
@@ -412,8 +412,8 @@ def own_questions(folder: Path, count: int) -> Path:
 def test_hours_answers_the_users_questions_each_once(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, out = own_questions(tmp_path, 40), tmp_path / "head"
-    config = config_of(out, data=(str(data),))
+    data, out = own_questions(tmp_path, 20), tmp_path / "head"
+    config = config_of(out, data=(str(data),), hours=HOURS / 2)
     report = train_for_hours(target, config, watch=Stopwatch(Clock(monkeypatch)))
     made = {file.stem: list(map(json.loads, file.read_text().splitlines())) for file in (out / "made").glob("*.jsonl")}
     assert len(made) >= 3
@@ -422,9 +422,9 @@ def test_hours_answers_the_users_questions_each_once(
         for name, rows in made.items()
     }
     own = [text for texts in first.values() for text in texts if text.startswith("question ")]
-    assert len(own) == len(set(own)) > 30, "each question once, and most of them"
+    assert len(own) == len(set(own)) > 15, "each question once, and most of them"
     assert sum(map(len, first.values())) > len(own), "the target writes the others"
-    keys = {Conversation((Message("user", f"question {number}"),)).prompt_key(): number for number in range(40)}
+    keys = {Conversation((Message("user", f"question {number}"),)).prompt_key(): number for number in range(20)}
     held = {f"question {keys[key]}" for key in held_out_prompts(keys)}
     assert held.isdisjoint(text for name in first if name != "held-out" for text in first[name])
     assert held.intersection(first["held-out"])

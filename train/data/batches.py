@@ -162,13 +162,14 @@ class Rows:
     tokens: NDArray[np.int32]  # [B, L]
     loss_mask: NDArray[np.uint8]  # [B, L], 1 on the tokens to learn
     segments: NDArray[np.int32]  # [B, L]: 1, 2, … for a row's first, second, … conversation
-    states: Bits | None
-    """[B, L, (n + 1) * H]: features and last layer concatenated (`HiddenStates.whole`); None before capture."""
+    states: (
+        Bits | None
+    )  # [B, L, (n + 1) * H]: features, then the last layer (`HiddenStates.whole`); None before capture
     first: int = 0  # index of the first row in the batch of all processes
     samples: tuple[tuple[int, ...], ...] = ()  # the samples in each row; empty in a part of a batch
     texts: tuple[tuple[NDArray[np.int32], ...], ...] = ()
-    """Before capture, for each row and segment: the conversation's tokens up to the end of its piece. The target must
-    read its beginning too. Empty if each segment is a conversation's beginning."""
+    """Before capture, for each row and segment: the conversation's tokens from its beginning to the end of its piece.
+    Empty if each segment is a conversation's beginning."""
 
     def split(self, parts: int) -> list[Rows]:
         """Split the rows into at most `parts` smaller batches, none of them empty."""

@@ -27,8 +27,7 @@ FIRST = 1 / 40
 """Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
 portions, each doubling the data, fill all of it."""
 EVALUATION = 1 / 100  # share of the time for a measurement of acceptance, before one is timed
-LONGEST = 1 / 4
-"""Maximum share of the remaining time for a phase before the last, so that slow learning leaves time for new data."""
+LONGEST = 1 / 4  # maximum share of the remaining time for a phase before the last, so that some is left for new data
 COOLDOWN = 1 / 2
 """Minimum length of the last phase, as a share of all earlier learning. The learning rate falls over 0.4 of that phase,
 which is a fifth of the earlier learning, as in Haegele et al. (2024, arXiv 2405.18392)."""

@@ -53,8 +53,7 @@ class Portion:
     begun: float  # second of the run at which it began
     wanted: int = 0  # tokens to make; 0 for as many as the time allows
     last: bool = False
-    tokens: int | None = None
-    """Tokens that were made; None until the portion is complete, and 0 if the phase only learns."""
+    tokens: int | None = None  # tokens made; None until the portion is complete, and 0 if the phase only learns
     made_seconds: float = 0.0
     schedule: WarmupStableDecay | None = None  # schedule of the learning phase; None before it begins
     epoch: int = 0  # first epoch of the learning phase

@@ -18,8 +18,7 @@ KINDS: dict[str, Kind[Any]] = {
     name: resolve_name(f"{__name__}.{kind.recipe}")() for name, kind in KIND_SETTINGS.items()
 }
 _RATE, USUAL_WIDTH = 1e-4, 4096  # peak learning rate of AdamW for heads of targets with this hidden size
-_LARGEST = {"rows": 4, "length": 1024, "epochs": 1}
-"""The open settings of batches that suit the most data; `plan.batches_for` chooses those for less."""
+_LARGEST = {"rows": 4, "length": 1024, "epochs": 1}  # for the most data; `plan.batches_for` chooses those for less
 LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]  # tokens
 
 

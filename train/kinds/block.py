@@ -260,7 +260,7 @@ class DFlashKind(BlockKind[DFlashHead]):
     head_class = DFlashHead
 
     def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:
-        plain = super().head_config(target, config, *rest)
+        plain: BlockConfig = super().head_config(target, config, *rest)
         return dataclasses.replace(plain, block_size=config.optimization.unroll + 1)
 
 
@@ -271,8 +271,9 @@ class DSparkKind(BlockKind[DSparkHead]):
     confidence_weight = 1.0
 
     def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:
+        plain: BlockConfig = super().head_config(target, config, *rest)
         return dataclasses.replace(
-            super().head_config(target, config, *rest),
+            plain,
             first_slot_drafts=True,
             markov_head="vanilla",
             markov_rank=min(256, target.hidden_size // 4),  # as in published heads

@@ -38,8 +38,7 @@ class Identity:
     target: str  # fingerprint of the target's weights and template
     data: str  # fingerprint of the samples' tokens
     processes: int = 1  # each process takes a part of every batch
-    adapted: str = ""
-    """Hash of the head that the run adapts; empty if all weights are trained, which the saved states then hold."""
+    adapted: str = ""  # hash of the head that the run adapts; empty if all weights are trained, and saved
 
 
 def data_fingerprint(data: TrainData, warmup: TrainData | None = None) -> str:

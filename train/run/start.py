@@ -37,10 +37,8 @@ from .tracker import Tracker
 _DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
 """Weights that have a row for each token of the draft vocabulary."""
 _PIECES = 20  # parts of a vocabulary, of which two choose the ridge of the least squares
-_TOKENS_PER_INPUT = 32
-"""Tokens per input value of the linear start, if hidden states are captured (figures: docs/decisions.md)."""
-_READ_PER_INPUT = 8
-"""The same if the target must compute the states first. By those figures, a quarter gives nine tenths of the gain."""
+_TOKENS_PER_INPUT = 32  # tokens per input value of the linear start, if states are captured (docs/decisions.md)
+_READ_PER_INPUT = 8  # the same if the target must compute the states: a quarter gives nine tenths of the gain
 _SYNC = "sync"
 
 

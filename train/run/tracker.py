@@ -146,8 +146,7 @@ class Tracker:
 
     def __init__(self, folder: Path, config: TrainSettings, resume_step: int | None = None):
         file = folder / METRICS
-        self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)
-        """All lines so far, including those before interruptions."""
+        self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)  # also of interrupted runs
         self._logged = {(row["kind"], row["step"]) for row in self.rows}
         self._folder, self._config = folder, config
         self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.run.wandb else None

@@ -27,8 +27,7 @@ class InputPlan:
     positions t are gathered into lists of P per row, so that positions without loss are not computed.
     """
 
-    positions: NDArray[np.int32]
-    """[B, P]: the indices t of each row, those with more draft steps first; short rows are padded with zeros."""
+    positions: NDArray[np.int32]  # [B, P]: indices t, those with more draft steps first; short rows end with zeros
     labels: NDArray[np.int32]  # [U]: u as an index into the flattened batch [B * L]
     select: NDArray[np.int32]  # [S, U]: for step j and u, the index of t = u-1-j in the flattened [B * P]
     valid: NDArray[np.float32]  # [S, U]: 1 if t is in the same conversation as u, else 0

@@ -116,14 +116,14 @@ def step_loss(
     if latent is not None:
         logits = logits + head.markov_head.markov_w2(latent)
     logits = logits.astype(mx.float32)
-    each = objective.token_weight * LOSSES[objective.loss](logits, labels)
+    losses = objective.token_weight * LOSSES[objective.loss](logits, labels)
     if objective.variation_weight or objective.confidence_weight:
         rejected = total_variation(logits, labels.probs)
-        each = each + objective.variation_weight * 2 * rejected
+        losses = losses + objective.variation_weight * 2 * rejected
         if objective.confidence_weight and head.config.confidence_head:
             sure = head.confidence_head(h, before if head.config.confidence_with_markov else None)
-            each = each + objective.confidence_weight * confidence_loss(sure, 1 - rejected)
-    loss = mx.sum(weights * labels.inside * each)
+            losses = losses + objective.confidence_weight * confidence_loss(sure, 1 - rejected)
+    loss = mx.sum(weights * labels.inside * losses)
     logits = mx.stop_gradient(logits)
     chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
     is_top = (chosen >= mx.max(logits, axis=-1, keepdims=True))[:, 0]
@@ -179,8 +179,8 @@ class ChunkedLoss:
         forward: Any = mx.custom_function(loss_and_gradients)
 
         @forward.vjp  # type: ignore[untyped-decorator]
-        def backward(_: Any, cotangents: Sequence[mx.array], found: Sequence[mx.array]) -> list[mx.array]:
-            return [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in found[3:]]
+        def backward(_: Any, cotangents: Sequence[mx.array], results: Sequence[mx.array]) -> list[mx.array]:
+            return [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in results[3:]]
 
         loss, by_step, hits, *_ = forward(*own, *read)
         return loss, mx.stop_gradient(by_step), mx.stop_gradient(hits)

@@ -21,12 +21,19 @@ class Optimizers:
     """Two optimizers: one for the head's inner matrices, and one for all other weights."""
 
     def __init__(self, config: ChosenOptimization, parameters: dict[str, Any]):
-        self._peaks = make_optimizers(config)
+        def adamw() -> optim.Optimizer:
+            return optim.AdamW(config.lr, betas=[0.9, 0.95], weight_decay=config.weight_decay, bias_correction=True)
+
+        inner, peak = adamw(), config.lr
+        if config.optimizer == "muon" and config.muon_lr:
+            inner, peak = optim.Muon(config.muon_lr, weight_decay=0.0), config.muon_lr
+        elif config.optimizer == "muon":
+            inner = MatchedMuon(config.lr, weight_decay=0.0)
+        self._peaks: dict[optim.Optimizer, float] = {inner: peak, adamw(): config.lr}
         self.together = optim.MultiOptimizer(list(self._peaks), [is_inner_matrix])
         self.together.init(parameters)
 
     def set_rates(self, factor: float) -> None:
-        """Set each learning rate to `factor` times its peak."""
         for optimizer, peak in self._peaks.items():
             optimizer.learning_rate = mx.array(peak * factor)
 
@@ -35,7 +42,6 @@ class Optimizers:
         return {name: holder[key] for name, holder, key in _places(self.together.state["states"])}
 
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
-        """Restore the state from `arrays`."""
         # in place: a compiled step keeps references to these containers
         for name, holder, key in _places(self.together.state["states"]):
             holder[key] = arrays[name].astype(holder[key].dtype)
@@ -48,19 +54,6 @@ def _places(tree: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{name}{key}", tree, key
         else:
             yield from _places(value, f"{name}{key}.")
-
-
-def make_optimizers(config: ChosenOptimization) -> dict[optim.Optimizer, float]:
-    """Return the optimizers of the inner matrices and of all other weights, with their peak learning rates."""
-
-    def adamw() -> optim.Optimizer:
-        return optim.AdamW(config.lr, betas=[0.9, 0.95], weight_decay=config.weight_decay, bias_correction=True)
-
-    if config.optimizer == "adamw":
-        return {adamw(): config.lr, adamw(): config.lr}
-    if config.muon_lr:
-        return {optim.Muon(config.muon_lr, weight_decay=0.0): config.muon_lr, adamw(): config.lr}
-    return {MatchedMuon(config.lr, weight_decay=0.0): config.lr, adamw(): config.lr}
 
 
 class MatchedMuon(optim.Muon):
@@ -156,8 +149,7 @@ class WarmupStableDecay:
         return rise * (final + (1 - final) * (1 - fallen))
 
 
-Schedule = Cosine | WarmupStableDecay
-"""Length and learning rate of a run or phase. Steps count from 0; `elapsed` is in seconds of the run."""
+Schedule = Cosine | WarmupStableDecay  # of a run or phase. Steps count from 0; `elapsed` is in seconds of the run
 
 
 def span_of(config: TrainSettings, steps_per_epoch: int) -> Cosine:
@@ -172,10 +164,10 @@ def with_warmup(span: Cosine, config: TrainSettings, steps_per_epoch: int) -> tu
 
     `steps_per_epoch`: steps of one pass over the warm-up's text, of which there are at most `epochs`.
     """
-    how, share = config.optimization, config.data.warmup_share
-    most = how.epochs * steps_per_epoch
+    max_steps, share = config.optimization.max_steps, config.data.warmup_share
+    most = config.optimization.epochs * steps_per_epoch
     if span.seconds:
         return replace(span, phase_seconds=share * span.seconds, phase_steps=most), span
-    steps = min(most, max(1, round(span.steps * (share if how.max_steps else share / (1 - share)))))
-    whole = span if how.max_steps else replace(span, steps=span.steps + steps)
+    steps = min(most, max(1, round(span.steps * (share if max_steps else share / (1 - share)))))
+    whole = span if max_steps else replace(span, steps=span.steps + steps)
     return replace(whole, phase_steps=steps), whole

@@ -72,10 +72,9 @@ class Stepper:
 
     def __init__(self, head: Head, target: Target, config: TrainSettings, world: World = SINGLE_PROCESS):
         head.attach(target)
-        self.head, self._target, self._config, self._world = head, target, config, world
-        self._weights = weights_of_steps(config)
-        self._objective = objective_of(config)
-        self._type = pass_type(config)
+        self.head, self._target = head, target
+        self._config, self._world = config, world
+        self._weights, self._objective = weights_of_steps(config), objective_of(config)
         self._steps = 0
         self._optimizers = Optimizers(config.optimization, head.trainable_parameters())
         self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
@@ -165,20 +164,24 @@ class Stepper:
             for part, stream in zip(group, self._streams, strict=False):
                 with mx.stream(stream):
                     parts.append(part_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise))
-            found = self._gradients(parts)
-            total = found if total is None else tree_map(mx.add, total, found)
-            del found, parts
+            sums = self._gradients(parts)
+            total = sums if total is None else tree_map(mx.add, total, sums)
+            del sums, parts
             if len(groups) > 1:
                 mx.eval(total)  # before the next group allocates memory
-        return self._zeros() if total is None else total
+        if total is not None:
+            return total
+        by_step = mx.zeros(len(self._weights))
+        results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
+        return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
 
     def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
         values = float(np.array(loss)), float(np.array(norm))
         if all(map(math.isfinite, values)):
             return
         self._steps -= 1
-        found = [number for number, row in enumerate(rows.split(max(1, len(rows.tokens)))) if not self._is_finite(row)]
-        raise NotFiniteError(*values, found)
+        single = enumerate(rows.split(max(1, len(rows.tokens))))
+        raise NotFiniteError(*values, [number for number, row in single if not self._is_finite(row)])
 
     def _is_finite(self, rows: Rows) -> bool:
         groups = self._parts(rows)
@@ -187,11 +190,6 @@ class Stepper:
         counts = sum(part.plan.counts for part in itertools.chain(*groups))
         (loss, *_), gradient = self._accumulate(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
         return bool(mx.isfinite(loss + gradient_norm(gradient)))
-
-    def _zeros(self) -> tuple[list[mx.array], Any]:
-        by_step = mx.zeros(len(self._weights))
-        results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
-        return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
 
     def sync(self) -> None:
         """Broadcast rank 0's head and state exactly."""
@@ -202,33 +200,28 @@ class Stepper:
         self.restore(self._world.broadcast_arrays(self.state()))
 
     def state(self) -> dict[str, mx.array]:
-        """Return the state of training by name, without the head's weights.
-
-        `step` counts the updates; the rest is the optimizers' state. A new Stepper with this state and a head with the
-        same weights continues exactly as this one would.
-        """
+        """Return the state by name. A new Stepper with it, and with the same weights, continues exactly as this one."""
         own = {_STEP: mx.array(self._steps, mx.int64)}
         return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Restore the result of `state`."""
         self._optimizers.restore({name.removeprefix(_OPTIMIZER): value for name, value in state.items()})
         self._steps = int(np.array(state[_STEP]))
 
     def _plain_gradients(self, parts: list[Arrays]) -> tuple[list[mx.array], Any]:
         """Return the sums of results and gradients over all parts."""
         loss_and_grad = nn.value_and_grad(self.head, self._part_loss)
-        found = []
+        sums = []
         for arrays, stream in zip(parts, self._streams, strict=False):
             with mx.stream(stream):
                 result, gradient = loss_and_grad(arrays)
-            found.append((list(result), gradient))
-        total: tuple[list[mx.array], Any] = reduce(partial(tree_map, mx.add), found)
+            sums.append((list(result), gradient))
+        total: tuple[list[mx.array], Any] = reduce(partial(tree_map, mx.add), sums)
         return total
 
     def _part_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        again = self._config.optimization.grad_checkpoint
-        return part_loss(self.head, self._target, arrays, self._objective, again, self._type)
+        again, dtype = self._config.optimization.grad_checkpoint, pass_type(self._config)
+        return part_loss(self.head, self._target, arrays, self._objective, again, dtype)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
         share = mx.minimum(self._config.optimization.clip / (norm + 1e-6), 1.0)
@@ -249,18 +242,12 @@ def part_arrays(
     noise: Mapping[str, NDArray[Any]] | None = None,
 ) -> Arrays:
     """Return the arrays of one part of a batch. `scale` [S]: weight of a position in each draft step."""
-    aux_layers = head.named_layers
-    states = from_16_bits(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
-    return {
-        "tokens": mx.array(rows.tokens),
-        "segments": mx.array(rows.segments),
-        "states": states,
-        "positions": mx.array(plan.positions),
-        "labels": mx.array(plan.labels),
-        "select": mx.array(plan.select),
-        "weights": mx.array(plan.valid * scale[:, None]),
-        **{name: mx.array(value) for name, value in (noise or {}).items()},
-    }
+    captured = rows.states
+    states = capture_rows(target, head.named_layers, rows) if captured is None else from_16_bits(captured)
+    of_rows = {"tokens": rows.tokens, "segments": rows.segments, **(noise or {})}
+    of_plan = {"positions": plan.positions, "labels": plan.labels, "select": plan.select}
+    weights = {"weights": plan.valid * scale[:, None]}
+    return {"states": states, **{name: mx.array(value) for name, value in (of_rows | of_plan | weights).items()}}
 
 
 def part_loss(
