@@ -46,7 +46,7 @@ from tests.fakes import talking_target_folder
 from tests.full import in_full, some
 from tests.train.empty_pictures import leave_empty_pictures
 
-HOURS = 0.012
+HOURS = 0.007
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
 
 
@@ -422,7 +422,7 @@ def test_hours_answers_the_users_questions_each_once(
         for name, rows in made.items()
     }
     own = [text for texts in first.values() for text in texts if text.startswith("question ")]
-    assert len(own) == len(set(own)) > 15, "each question once, and most of them"
+    assert len(own) == len(set(own)) > 12, "each question once, and most of them"
     assert sum(map(len, first.values())) > len(own), "the target writes the others"
     keys = {Conversation((Message("user", f"question {number}"),)).prompt_key(): number for number in range(20)}
     held = {f"question {keys[key]}" for key in held_out_prompts(keys)}
