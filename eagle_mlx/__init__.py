@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
     from eagle_mlx.proposers.draft_model import DraftModelProposer
     from eagle_mlx.proposers.head import HeadProposer
+    from eagle_mlx.proposers.memory import Memory
     from eagle_mlx.proposers.ngram import HybridProposer, NgramProposer
     from eagle_mlx.request import Chunk, Output
     from eagle_mlx.sampling_params import SamplingParams
@@ -41,6 +42,7 @@ __all__ = [
     "HeadWarning",
     "HybridPolicy",
     "HybridProposer",
+    "Memory",
     "NgramProposer",
     "Output",
     "SamplingParams",

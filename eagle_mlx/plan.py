@@ -62,7 +62,8 @@ class Abilities:
 
     trees: bool = False
     early_exit: bool = False
-    lookup: bool = False  # whether n-grams match in most rows, and could draft instead of a model
+    lookup: bool = False  # whether n-grams match in most rows, or in one if there is no model, and could draft
+    model: bool = True  # whether a model can draft
     may_pad: bool = True  # whether it can read prompts of different lengths together
 
 

@@ -96,6 +96,9 @@ class SamplingParams:
     """Maximum number of draft tokens per round, if lower than the policy's; 0 drafts none."""
     drafter: Drafter | None = None
     """What drafts for this request; by default what `Engine.drafter` says. The text is the same."""
+    memory: bool = True
+    """Whether earlier texts of the request's namespace may draft for it, and it for later ones, if there is a memory.
+    The text is the same."""
     threshold: float = 0.3
     """Minimum probability of a draft token for `threshold` acceptance. Greedy decoding accepts only the argmax."""
     ignore_eos: bool = False

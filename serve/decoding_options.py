@@ -78,6 +78,8 @@ class DecodingOptions(Group):
         """Load the models and return an engine. Raises EagleError."""
         from eagle_mlx.memory import prefix_cache_bytes
 
+        from .remembered import remember
+
         self.say(f"blas: {blas.activate()}")
         name, speculation = self.speculation.for_target(self.target)
         with loading(name):
@@ -87,6 +89,7 @@ class DecodingOptions(Group):
             prefixes = prefix_cache_bytes(target.free_memory) if cache_prefixes else 0
             more = {"max_batch": max_batch, "kv_bits": self.kv_bits, "prefix_cache_bytes": prefixes}
             engine = speculation.engine(target, proposer, self.memory, **more)
+            remember(speculation.memory_texts, engine, self.say)
         self.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
         return engine
 

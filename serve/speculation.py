@@ -113,9 +113,24 @@ class Speculation(Group):
     )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
-    ngram_max: int | None = setting(None, "longest n-gram (default: 3; 4 with a head or draft model)", AT_LEAST_1)
-    ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 3 with a head or draft model)", AT_LEAST_1)
+    ngram_max: int | None = setting(None, "most tokens that a match compares (default: 16)", AT_LEAST_1)
+    ngram_min: int | None = setting(
+        None, "fewest tokens that must match (default: 1; 3 with a head or draft model)", AT_LEAST_1
+    )
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
+    memory_mb: int = setting(
+        64,
+        "megabytes of earlier texts to draft with, prompts and answers, 8 bytes a token; those of a key or cache_salt "
+        "draft for no other; 0 for none",
+        AT_LEAST_0,
+    )
+    no_memory: bool = setting(False, "draft with no earlier texts, as --memory-mb 0")
+    memory_texts: tuple[str, ...] = setting(
+        (),
+        "texts to begin with, for all: a .jsonl file of conversations, a file of text, or a folder of source code",
+        name="memory",
+        metavar="PATH",
+    )
     acceptance: Acceptance = setting(
         "auto", "rule that accepts drafts of sampled text (threshold is lossy: drafts change the text)"
     )
@@ -172,6 +187,7 @@ class Speculation(Group):
             (unused, f"--spec-decode {self.mode} does not use {', '.join(unused)}; leave one of the two out"),
             (self.head_bits and (self.head == NO_HEAD or has_model), "--head-bits needs a --head"),
             (self.draft_bits and not has_model, "--draft-model-quantize needs a --draft-model"),
+            (self.memory_texts and (self.no_memory or not self.memory_mb), "--memory needs a memory; leave it out"),
         ):
             if wrong:
                 raise ConfigError(message)
@@ -220,17 +236,17 @@ class Speculation(Group):
         """Load the proposer, or return None for plain decoding. Raises EagleError if a model does not fit."""
         mode = self.resolved_mode()
         if mode == "ngram":
-            return self._ngrams(3, 1)
+            return self._ngrams(1)
         model = self._model(target, mode)
         return self.for_requests(model) if self.policy == "throughput" and model is not None else model
 
     def for_requests(self, model: Proposer | None) -> Proposer | None:
         """Return a proposer that can also draft with n-grams, alone if there is no model, unless they are off."""
-        from eagle_mlx.proposers.ngram import MAX_NGRAM, MIN_NGRAM
+        from eagle_mlx.proposers.ngram import MIN_NGRAM
 
         if self.ngrams and isinstance(model, em.HeadProposer | em.DraftModelProposer):
-            return em.HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
-        return self._ngrams(3, 1) if self.ngrams and model is None and self.depth else model
+            return em.HybridProposer(model, self._ngrams(MIN_NGRAM))
+        return self._ngrams(1) if self.ngrams and model is None and self.depth else model
 
     @property
     def drafter(self) -> Drafter | None:
@@ -248,10 +264,13 @@ class Speculation(Group):
         defaults = {declared.field: declared.default for declared in ignored}
         return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
-    def _ngrams(self, longest: int, shortest: int) -> em.NgramProposer:
-        longest = self.ngram_max or max(longest, self.ngram_min or 0)
-        shortest = self.ngram_min or min(shortest, longest)
-        return em.NgramProposer(longest, shortest, self.prompt_lookup)
+    def _ngrams(self, shortest: int) -> em.NgramProposer:
+        """Return an n-gram proposer that matches at least this many tokens, unless a flag says how many."""
+        from eagle_mlx.proposers.suffixes import REACH
+
+        longest = self.ngram_max or max(REACH, self.ngram_min or 0)
+        memory = em.Memory(self.memory_mb << 20) if self.memory_mb and not self.no_memory else None
+        return em.NgramProposer(longest, self.ngram_min or min(shortest, longest), self.prompt_lookup, memory)
 
     def _model(self, target: em.Target, mode: Mode) -> em.HeadProposer | em.DraftModelProposer | None:
         from .head_choice import load_head, quantize

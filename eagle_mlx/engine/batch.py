@@ -65,6 +65,8 @@ class Batch:
             self.state = proposer.open(texts)
             if past and past.draft is not None:
                 self.state.resume(past.draft)
+        if self.state is not None:
+            self.state.enter([request.request.namespace if request.params.memory else None for request in requests])
         self._gather()
         self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
         """[B, 1] int32: the newest token of each row, not yet in the caches."""

@@ -174,6 +174,14 @@ class Runner:
             self.groups.drop(batch)
 
     def _remember(self, batch: Batch, every: bool = False) -> None:
+        """Put the state of requests that are about to leave, or of every request, into the prefix cache.
+
+        The texts of those that ended go into the proposer's memory, unless they refuse.
+        """
+        if batch.proposer is not None and (memory := batch.proposer.memory) is not None:
+            for request in batch.requests:
+                if request.finish_reason and not request.error and request.params.memory:
+                    memory.add(request.text, request.request.namespace)
         if (prefixes := self.admission.prefixes) is None:
             return
         for index, request in enumerate(batch.requests):

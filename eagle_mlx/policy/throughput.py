@@ -158,6 +158,8 @@ class ThroughputPolicy:
 
     def _find_arms(self, can: Abilities, deepest: int) -> list[Plan]:
         """Return the arms that compete. Chains of a model grow to at most about twice their depth so far."""
+        if not can.model:
+            return [PLAIN, *self._lookups] if can.lookup else [PLAIN]
         grown = deepest >= _SHORT
         trees = self._trees if can.trees and grown else []
         early = [self._early] if can.early_exit and grown and self.max_depth > _SHORT else []

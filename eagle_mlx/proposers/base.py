@@ -20,6 +20,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import Abilities, Plan, Trial
+from eagle_mlx.proposers.memory import Memory
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Target
 
@@ -62,6 +63,9 @@ class HeadPiece:
 
 class ProposerState(ABC):
     """What a proposer keeps of a batch's rows. Methods that are not abstract have defaults that do nothing."""
+
+    def enter(self, namespaces: Sequence[str | None]) -> None:
+        """Say of which namespaces earlier texts may draft for the rows, which have just been opened; None: of none."""
 
     def prefill(self, seen: Observation) -> None:
         """Observe a chunk of the prompts. Without aux layers, `seen.aux` is empty."""
@@ -132,6 +136,8 @@ class Proposer(ABC):
     """Whether its states have `take`, so that rows can move between two batches. Otherwise all stay in one."""
     is_positional = True
     """Whether the cache of its own model, if any, can be cut at every position."""
+    memory: Memory | None = None
+    """Texts to draft with. The engine adds those of requests that ended."""
     head: DraftHead | None = None
     """The head that the states depend on, if their pieces are each a `HeadPiece`."""
 

@@ -1,9 +1,8 @@
-"""Draft with n-grams, which propose what followed the last tokens earlier in the same text; alone or with a model."""
+"""Draft what followed the last tokens before, in the same text or in a memory of texts; alone or with a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -12,61 +11,92 @@ from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Plan, Trial
+from eagle_mlx.plan import Abilities, Plan, Trial
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.memory import Memory
+from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Target
 
-_REACH = 16  # the most tokens that a trial compares: the default policy's longest draft of n-grams
-MIN_NGRAM, MAX_NGRAM = 3, 4
-"""n-gram lengths in addition to a model. A minimum of 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
+MIN_NGRAM = 3
+"""The shortest n-grams in addition to a model. 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
 
 
-@dataclass
-class NgramIndex:
-    """One row's text, where each n-gram ended, and how well n-grams would have predicted the text.
+class NgramProposer(Proposer):
+    """Drafts what followed the last tokens before, after the longest match, by the most places. It needs no model.
 
-    Each match begins a trial, whether n-grams draft or not. Adding and finding a token is constant work. A text is only
-    kept until something asks for a match or a trial, so that rows that never do cost no more.
+    The place may be in the row's own text, or in texts of its namespace in a `memory`, where a match must have one more
+    token: otherwise, independent questions lost 1.5 % (benchmarks/agents.py). This is suffix decoding (Oliaro et al.
+    2024, arXiv 2411.04975) over sorted texts instead of trees.
     """
 
-    max_ngram: int
-    min_ngram: int
-    tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # the latest end of each n-gram
-    _match: int = 0
-    _kept: list[Sequence[int]] = field(default_factory=list)  # added, but not yet in `tokens`
-    _open: list[tuple[int, int]] = field(default_factory=list)  # trials: the text's length at the start, and the match
-    _ended: list[Trial] = field(default_factory=list)
+    name = "ngram"
+    abilities = Abilities(model=False)
+    movable = True
+
+    def __init__(
+        self, max_ngram: int = REACH, min_ngram: int = 1, prompt_lookup: bool = True, memory: Memory | None = None
+    ):
+        """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order."""
+        if not 1 <= min_ngram <= max_ngram:
+            raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
+        self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
+        self.memory = memory
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
+        rows = [NgramRow(self) for _ in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
+            row.extend(prompt if self.prompt_lookup else prompt[-1:])
+        return NgramState(rows)
+
+
+class NgramRow:
+    """One row's text, the latest match, and how well matches would have predicted the text.
+
+    Each match begins a trial, whether n-grams draft or not. A text is only kept until something asks for a match or a
+    trial, so that rows that never do cost no more. A round then takes tens of microseconds, whatever the text's length.
+    """
+
+    def __init__(self, proposer: NgramProposer):
+        self.namespace: str | None = None
+        """The namespace of the texts that may draft, besides its own; None: there are none."""
+        self._proposer = proposer
+        self._own = Texts()
+        self.tokens = list[int]()
+        self._new = list[Sequence[int]]()  # not yet in the text
+        self._match = list[int]()
+        self._open = list[tuple[int, list[int]]]()  # trials: the text's length at the start, and the match
+        self._ended = list[Trial]()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add a prompt, or the tokens of a round."""
         if tokens:
-            self._kept.append(tokens)
+            self._new.append(tokens)
 
     @property
-    def match(self) -> int:
-        """The index of the token that followed the latest match of the text's last tokens; 0 without a match."""
-        kept, self._kept = self._kept, []
-        for tokens in kept:
-            self._index(tokens)
+    def match(self) -> list[int]:
+        """What is likely to follow, at most 16 tokens; empty without a match."""
+        new, self._new = self._new, []
+        for tokens in new:
+            self._own.add(tokens)
+            self.tokens += tokens
+            self._open = [trial for trial in self._open if not self._ends(*trial)]
+            self._match = self._find()
+            if self._match:
+                self._open.append((len(self.tokens), self._match))
         return self._match
 
-    def _index(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            # An n-gram is added when the next token arrives, so that a lookup never finds itself.
-            for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
-                self.ends[tuple(self.tokens[-n:])] = len(self.tokens)
-            self.tokens.append(token)
-        self._open = [trial for trial in self._open if not self._ends(*trial)]
-        lengths = range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1)
-        self._match = next((end for n in lengths if (end := self.ends.get(tuple(self.tokens[-n:])))), 0)
-        if self._match:
-            self._open.append((len(self.tokens), self._match))
-
-    def lookup(self, count: int) -> list[int]:
-        """Return up to `count` tokens that followed the match; empty without one."""
-        return self.tokens[match : match + count] if (match := self.match) else []
+    def _find(self) -> list[int]:
+        last = last_of(self.tokens[-self._proposer.max_ngram :])
+        memory = self._proposer.memory
+        others = memory.of(self.namespace) if memory is not None and self.namespace is not None else ()
+        least = self._proposer.min_ngram
+        lengths = [(texts, texts.longest(last), least + (texts is not self._own)) for texts in (self._own, *others)]
+        longest = max((length for _, length, least in lengths if length >= least), default=0)
+        if not longest:
+            return []
+        matching = [texts for texts, length, _ in lengths if length == longest]
+        return likeliest([row for texts in matching for row in texts.followers(last[-4 * longest :])])
 
     def ended(self) -> list[Trial]:
         """Return the trials that ended since the last call."""
@@ -74,9 +104,8 @@ class NgramIndex:
         ended, self._ended = self._ended, []
         return ended
 
-    def _ends(self, start: int, match: int) -> bool:
+    def _ends(self, start: int, draft: list[int]) -> bool:
         """Return whether a trial is over: a token was wrong, or none is left to compare."""
-        draft = self.tokens[match : min(match + _REACH, start)]
         text = self.tokens[start : start + len(draft)]
         right = next((at for at, token in enumerate(text) if draft[at] != token), len(text))
         if right == len(text) < len(draft):
@@ -85,31 +114,19 @@ class NgramIndex:
         return True
 
 
-class NgramProposer(Proposer):
-    """Drafts by looking up the last tokens in the row's own text, longest n-gram first. It needs no model."""
-
-    name = "ngram"
-    movable = True
-
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
-        if not 1 <= min_ngram <= max_ngram:
-            raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self.prompt_lookup = prompt_lookup
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
-        rows = [NgramIndex(self.max_ngram, self.min_ngram) for _ in prompts]
-        for row, prompt in zip(rows, prompts, strict=True):
-            row.extend(prompt if self.prompt_lookup else prompt[-1:])
-        return NgramState(rows)
-
-
 class NgramState(ProposerState):
-    def __init__(self, rows: list[NgramIndex]):
+    def __init__(self, rows: list[NgramRow]):
         self.rows = rows
 
+    def enter(self, namespaces: Sequence[str | None]) -> None:
+        for row, namespace in zip(self.rows, namespaces, strict=True):
+            row.namespace = namespace
+
+    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
+        return any(drafter in (None, "ngrams") and row.match for row, drafter in zip(self.rows, drafters, strict=True))
+
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        drafts = [row.lookup(plan.depth) for row in self.rows]
+        drafts = [row.match[: plan.depth] for row in self.rows]
         width = max(map(len, drafts))  # the target need not read more
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in drafts], mx.int32)
         return Draft(padded.reshape(len(drafts), width), mx.array([len(tokens) for tokens in drafts], mx.int32))
@@ -142,10 +159,10 @@ class HybridProposer(Proposer):
     """
 
     def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
-        self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
+        self.model, self.ngrams = model, ngrams or NgramProposer(min_ngram=MIN_NGRAM)
         self.name, self.abilities = model.name, model.abilities
         self.movable, self.is_positional = model.movable, model.is_positional
-        self.head = model.head
+        self.head, self.memory = model.head, self.ngrams.memory
 
     @property
     def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a model's may depend on the target
@@ -179,10 +196,13 @@ class HybridState(ProposerState):
     def __init__(self, model: ProposerState, ngrams: NgramState):
         self.model, self.ngrams = model, ngrams
 
+    def enter(self, namespaces: Sequence[str | None]) -> None:
+        self.ngrams.enter(namespaces)
+
     def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
         """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
         pairs = zip(self.ngrams.rows, drafters, strict=True)
-        matches = [drafter != "model" and row.match > 0 for row, drafter in pairs if drafter != "none"]
+        matches = [drafter != "model" and bool(row.match) for row, drafter in pairs if drafter != "none"]
         return 0 < len(matches) <= 2 * sum(matches)
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:

@@ -18,6 +18,7 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare, tolerance_for
+from ..remembered import remember
 from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
@@ -64,6 +65,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         prefill_ms=config.prefill_ms,
         drafter="none" if name == "none" else speculation.drafter,
     )
+    remember(speculation.memory_texts, engine, say)
     drafts = speculation.max_depth if proposer is not None else 0
     return Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
 

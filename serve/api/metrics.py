@@ -46,6 +46,13 @@ _TOTALS: _Numbers[Totals] = (
     (_COUNTER, "eagle:cached_prompt_tokens", "Prompt tokens from the prefix cache", lambda t: t.cached_tokens),
     (_GAUGE, "eagle:depth", "Draft depth of the policy in the last round", lambda t: t.depth),
 )
+
+
+def _memory_bytes(engine: Engine | None) -> int:
+    memory = engine.proposer.memory if engine and engine.proposer else None
+    return memory.nbytes if memory else 0
+
+
 _SERVICE: _Numbers[Service] = (
     (_GAUGE, "eagle:rows", "Requests that are decoding", lambda s: s.running),
     (_GAUGE, "eagle:rows_max", "Requests that can decode at once", lambda s: s.source.max_batch),
@@ -58,6 +65,7 @@ _ENGINE: _Numbers[Engine | None] = (
     (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda e: e.snapshot().kv_used if e else 0),
     (_GAUGE, "eagle:draft_kv_bytes", "Part of it for drafting", lambda e: e.snapshot().draft_kv_used if e else 0),
     (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
+    (_GAUGE, "eagle:memory_bytes", "Remembered texts", _memory_bytes),
     (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),
     (_GAUGE, "eagle:target_weight_bytes", "Target", lambda e: nbytes_of(e.target.model) if e else 0),
     (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda e: e.proposer.nbytes if e and e.proposer else 0),

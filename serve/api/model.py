@@ -166,6 +166,7 @@ def sampling(
             top_logprobs=top_logprobs or 0,
             num_speculative_tokens=request.num_speculative_tokens,
             drafter=_drafter(request, loaded),
+            memory=request.memory is not False,
             **_rule(request, loaded),
             grammar=grammar,
             stop_watcher=stop_watcher,

@@ -111,6 +111,8 @@ class Extensions(Body):
     spec_decode: Mode | None = None
     """The only drafter: the loaded head or draft model by its mode, `ngram`, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    memory: bool | None = None
+    """Whether earlier texts of the same key and salt may draft for this one, and this one for later ones."""
     acceptance: Acceptance | None = None
     """The rule that accepts drafts of sampled text. All but `threshold` are lossless."""
     acceptance_threshold: float | None = Field(None, ge=1e-6, le=1)

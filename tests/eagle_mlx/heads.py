@@ -21,6 +21,7 @@ from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.formats import load_split, save_split
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.memory import Memory
 from eagle_mlx.proposers.ngram import HybridProposer, NgramProposer
 from eagle_mlx.target import Target
 from tests.architectures import COMMON, CONFIGS, tiny_model
@@ -163,11 +164,12 @@ WITH_HEADS: dict[str, Callable[[Target], HeadProposer | HybridProposer]] = {
     "dflash, windows": lambda t: HeadProposer(IN_BLOCKS["dflash, windows"](t)),
     "dspark": lambda t: HeadProposer(IN_BLOCKS["dspark"](t)),
     "dflash2, n-grams": lambda t: HybridProposer(HeadProposer(IN_BLOCKS["dflash2"](t)), NgramProposer()),
-    "peagle, n-grams": lambda t: HybridProposer(HeadProposer(IN_BLOCKS["peagle"](t)), NgramProposer()),
+    "peagle, n-grams": lambda t: HybridProposer(HeadProposer(IN_BLOCKS["peagle"](t)), NgramProposer(memory=Memory())),
 }
 PROPOSERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda t: None,
     "n-grams": lambda t: NgramProposer(),
+    "n-grams, memory": lambda t: NgramProposer(memory=Memory(1 << 14)),
     "draft model": lambda t: DraftModelProposer(Target(t.model)),
     "recurrent draft model": recurrent_draft,
     **WITH_HEADS,

@@ -22,7 +22,6 @@ import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
-from eagle_mlx.proposers.ngram import NgramIndex
 from eagle_mlx.request import Prompt, draft_runs
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward
@@ -609,11 +608,11 @@ def test_n_grams_are_tried_in_every_round_whatever_drafts(alone: bool) -> None:
     results: list[RoundResult] = []
     engine.observer = results.append
     [output] = engine.generate([PROMPTS[2]], em.SamplingParams(max_tokens=40))
-    index = NgramIndex(4, 2)
-    index.extend(PROMPTS[2])
+    [row] = em.NgramProposer(4, 2).open([PROMPTS[2]]).rows
+    expected = row.ended()
     for token in output.tokens:
-        index.extend([token])
-    expected = index.ended()
+        row.extend([token])
+        expected += row.ended()
     assert expected
     assert [trial for result in results for trial in result.trials] == expected
 
@@ -633,7 +632,7 @@ def test_n_grams_that_no_request_may_use_cost_a_plain_engine_nothing() -> None:
         states += [batch.state for batch in engine.groups.batches]
     assert_same_text(PROMPTS[2], request.tokens)
     assert states
-    assert not any(row.ends or row.tokens for state in states for row in state.rows)
+    assert not any(row.tokens for state in states for row in state.rows)
 
 
 def test_drafter_and_policy_can_change_between_steps() -> None:

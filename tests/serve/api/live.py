@@ -40,6 +40,13 @@ def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settin
     return em.Engine(target, proposer, policy=em.FixedPolicy(DEPTH), max_batch=max_batch, **settings)  # type: ignore[arg-type]
 
 
+def remembering() -> Loaded:
+    """Return a model whose n-grams draft with the texts of earlier requests, after matches that a text alone lacks."""
+    proposer = em.NgramProposer(min_ngram=12, memory=em.Memory())
+    made = em.Engine(given_target(), proposer, policy=em.FixedPolicy(DEPTH), max_batch=4)
+    return Loaded(made, "ngram", DEPTH, {"temperature": 0.0})
+
+
 def loaded_format(name: str, **settings: int | None) -> Loaded:
     """Return a model with the chat format of this name, which drafts n-grams."""
     target = given_target_of(name)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.api.live import Live, live, wide
+from tests.serve.api.live import Live, live, remembering, wide
 
 SECRET = "The password of the door is 4711."
 PATHS = {
@@ -23,6 +23,12 @@ PATHS = {
     "/v1/responses": {"input": SECRET, "max_output_tokens": 2},
     "/v1/completions": {"prompt": SECRET, "max_tokens": 2},
     "/tokenize": {"prompt": SECRET},
+}
+LONGER = {
+    path: {**body, limit: 24}
+    for path, body in PATHS.items()
+    for limit in ("max_tokens", "max_output_tokens")
+    if limit in body
 }
 
 
@@ -49,6 +55,32 @@ def test_metrics_and_log_lines_hold_no_text_and_no_key(caplog: pytest.LogCapture
         for label in sample.labels
     }
     assert labels == {"model_name", "outcome", "position", "depth", "le"}
+
+
+def accepted(server: Live, key: str, path: str, **fields: Any) -> int:
+    """Return how many draft tokens an answer accepted."""
+    before = server.service.totals.accepted
+    post(server, key, path, {**LONGER[path], **fields})
+    return server.service.totals.accepted - before
+
+
+@pytest.mark.parametrize("path", LONGER)
+def test_a_text_drafts_for_its_own_key_and_salt_only(path: str) -> None:
+    with live(remembering, wide(api_key="mine yours")) as server:
+        first = accepted(server, "mine", path)
+        assert accepted(server, "mine", path, memory=False) == first
+        assert accepted(server, "mine", path) > first
+        assert accepted(server, "yours", path) == first
+        assert accepted(server, "mine", path, cache_salt="pepper") == first
+        assert accepted(server, "mine", path, cache_salt="pepper") > first
+        assert b"eagle:memory_bytes" in server.http.get("/metrics").content
+
+
+def test_a_request_that_refuses_the_memory_leaves_nothing_to_it() -> None:
+    with live(remembering, wide(api_key="mine")) as server:
+        path = "/v1/chat/completions"
+        first = accepted(server, "mine", path, memory=False)
+        assert accepted(server, "mine", path) == first
 
 
 def test_a_grammar_is_vetted_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,94 @@
+"""Searching texts for the last tokens of another equals a slow search, whatever is in blocks and in the tail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_mlx.proposers import suffixes
+from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def followers(texts: list[list[int]], last: list[int]) -> list[list[int]]:
+    """Return what followed these tokens in any text, as `Texts` returns it: 0 is a text's end."""
+    size = len(last)
+    return [
+        [*(token + 1 for token in text[end : end + REACH]), 0][:REACH]
+        for text in texts
+        for end in range(size, len(text) + 1)
+        if text[end - size : end] == last
+    ]
+
+
+def until_gap(row: list[int]) -> list[int]:
+    return row[: row.index(0) + 1] if 0 in row else row
+
+
+@pytest.mark.parametrize("tail", [2, 12, 1000])
+@given(texts=st.lists(TOKENS, min_size=1, max_size=6), query=TOKENS)
+def test_the_longest_match_and_what_followed_it_are_those_of_a_slow_search(
+    tail: int, texts: list[list[int]], query: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffixes, "_TAIL", tail)
+        patch.setattr(suffixes, "_PLACES", 1000)
+        kept = Texts()
+        for text in texts:
+            kept.add(text)
+            kept.end()
+    sizes = range(1, min(len(query), REACH) + 1)
+    longest = max((size for size in sizes if followers(texts, query[-size:])), default=0)
+    assert kept.longest(last_of(query)) == longest
+    for size in range(1, longest + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(suffixes, "_PLACES", 1000)
+            rows = [until_gap(row) for row in kept.followers(last_of(query[-size:]))]
+        assert sorted(rows) == sorted(followers(texts, query[-size:]))
+
+
+def test_a_text_that_continues_matches_across_its_pieces_in_the_tail() -> None:
+    texts = Texts()
+    texts.add([1, 2])
+    texts.add([3, 4])
+    assert texts.longest(last_of([9, 2, 3])) == 2
+    assert texts.followers(last_of([2, 3])) == [[5]]
+
+
+def test_tokens_whose_bytes_overlap_are_told_apart() -> None:
+    texts = Texts()
+    texts.add([0xFFFF, 0xFF, 0xFFFFFF, 0xFF])
+    assert texts.longest(last_of([0xFFFF00])) == 0
+    assert texts.longest(last_of([0xFFFF])) == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 50_000])
+def test_texts_take_about_eight_bytes_a_token(vocab: int) -> None:
+    texts, rng = Texts(), np.random.default_rng(0)
+    for _ in range(100):
+        texts.add(rng.integers(0, vocab, 215).tolist())
+        texts.end()
+    assert texts.nbytes <= 8.1 * 216 * 100
+
+
+def test_a_lookup_looks_at_few_places_and_blocks() -> None:
+    texts = Texts()
+    for _ in range(300):
+        texts.add([1, 2] * 200)
+        texts.end()
+    assert len(texts.followers(last_of([1, 2]))) <= 32
+    forgotten = 0
+    while texts.nbytes:
+        texts.forget()
+        forgotten += 1
+    assert forgotten <= 8
+
+
+def test_drafts_end_where_places_disagree() -> None:
+    assert likeliest([[2, 3, 4], [2, 3, 5], [2, 3, 6]]) == [1, 2]
+    assert likeliest([[2, 3, 4], [2, 3, 4], [2, 9, 9]]) == [1, 2, 3]
+    assert likeliest([[0, 5]]) == []  # a text ended there
+    assert likeliest([]) == []
