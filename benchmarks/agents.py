@@ -131,6 +131,7 @@ def decode(target: em.Target, head: str, count: int) -> None:
 
     with gzip.open(TEXTS, "rt", encoding="utf-8") as file:
         jobs = [row["prompt"] for row in map(json.loads, file) if row["kind"] == "extraction"][:count]
+    assert target.tokenizer is not None
     loaded = em.HeadProposer(em.load_head(head, target))
     engines = {
         name: em.Engine(target, em.HybridProposer(loaded, proposer(memory, 3)), policy=em.ThroughputPolicy())

@@ -103,7 +103,7 @@ class Texts:
         rows, at = list[bytes](), len(self._tail)
         while len(rows) < _PLACES and (at := self._before(at, last)) >= 0:
             end = at + len(last)
-            rows.append(self._tail[end : end + 4 * REACH])
+            rows.append(bytes(self._tail[end : end + 4 * REACH]))
             at = end
         backward = _backward(last)
         for block in reversed(self._blocks):
