@@ -152,6 +152,8 @@ class ShardCapture:
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), self.tokens(range(len(self)))
+        if not missing:
+            return
         batches = chain.from_iterable(self._shards[index] for index in missing)
         with _bar(total, progress, total - self.tokens(missing)) as bar:
             captured = capture_batches(self.target, self.aux_layers, batches, bar)

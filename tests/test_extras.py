@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.extras import EXTRAS, module_of
-from eagle_mlx.train.report.plots import write_plots
+from eagle_mlx.train.report import write_plots
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -14,13 +14,13 @@ import numpy as np
 
 REACH = 16
 """The most tokens that a match compares, and that follow it: the default policy's longest draft without a model."""
-_TAIL = 1024
+TAIL = 1024
 """Tokens that are searched as bytes, which takes microseconds. Sorting them takes a quarter of a millisecond."""
 _GROWTH = 4
 """A block has at least this many times the tokens of the next, so that a lookup asks few blocks."""
 _MOST = 1 << 19
 """Tokens of a block. Sorting them takes 0.1 s on one core of a Zen 5, once for as many tokens."""
-_PLACES = 16
+PLACES = 16
 """Places of a match that are looked at. With 32, replayed answers were as fast."""
 _LEAST = 0.4
 """A draft ends before the share of places with all of its tokens falls below this. From 0.3 to 0.5, replayed answers
@@ -68,7 +68,7 @@ class Texts:
         self._sort_if_long()
 
     def _sort_if_long(self) -> None:
-        if len(self._tail) <= 4 * _TAIL:
+        if len(self._tail) <= 4 * TAIL:
             return
         data = bytes(self._tail)
         self._tail.clear()
@@ -96,19 +96,19 @@ class Texts:
         return max([low, *(block.longest(backward) for block in self._blocks)])
 
     def followers(self, last: bytes) -> list[list[int]]:
-        """Return what followed these tokens, up to `REACH` tokens, at up to `_PLACES` places, the newest first.
+        """Return what followed these tokens, up to `REACH` tokens, at up to `PLACES` places, the newest first.
 
         Tokens are one more than their numbers; 0 is the end of a text.
         """
         rows, at = list[bytes](), len(self._tail)
-        while len(rows) < _PLACES and (at := self._before(at, last)) >= 0:
+        while len(rows) < PLACES and (at := self._before(at, last)) >= 0:
             end = at + len(last)
             rows.append(bytes(self._tail[end : end + 4 * REACH]))
             at = end
         backward = _backward(last)
         for block in reversed(self._blocks):
-            if len(rows) < _PLACES:
-                rows += block.followers(backward, _PLACES - len(rows))
+            if len(rows) < PLACES:
+                rows += block.followers(backward, PLACES - len(rows))
         return [np.frombuffer(row, ">u4").tolist() for row in rows]
 
     def _before(self, end: int, tokens: bytes) -> int:

@@ -40,8 +40,8 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
 )
 def test_the_next_turn_reuses_the_cache(drafts: str, chunk: int, params: em.SamplingParams) -> None:
     """Also if drafts change the text, which then shows how they continue."""
-    proposer = PROPOSERS[drafts](TARGET)
-    with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)
+    with_cache = engine(proposer=PROPOSERS[drafts](TARGET), prefill_chunk=chunk)
+    without = engine(0, PROPOSERS[drafts](TARGET))
     prompt, known = LONG[:70], 0
     for extra in in_full([[1, 2, 3], [4], [5, 6, 7, 8]], [[1, 2, 3], [4]]):
         got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]

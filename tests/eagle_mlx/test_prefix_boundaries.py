@@ -25,7 +25,7 @@ OPENING = [91, 92]
 """The template adds this before an answer, and leaves it out of the next turn's prompt."""
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "rwkv7", "llama4_text"]
 DRAFTS = [name for name in PROPOSERS if name != "head, n-grams"]
-PARAMS = em.SamplingParams(max_tokens=8, ignore_eos=True)
+PARAMS = em.SamplingParams(max_tokens=8, ignore_eos=True, memory=False)  # drafts of two engines are compared
 
 
 @cache

@@ -75,5 +75,5 @@ def test_blocks_equal_pieces(lengths: list[int], left_out: list[tuple[int, int]]
         assert isinstance(found.state, HeadPiece)
         assert found.target.layers[0][0].reshape(-1).tolist() == wanted
         assert found.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
-        assert found.state.known == known[first:]
+        assert found.state.marks == known[first:]
         assert found.target.layers[1] == []

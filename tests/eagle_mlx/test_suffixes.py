@@ -34,8 +34,8 @@ def test_the_longest_match_and_what_followed_it_are_those_of_a_slow_search(
     tail: int, texts: list[list[int]], query: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffixes, "_TAIL", tail)
-        patch.setattr(suffixes, "_PLACES", 1000)
+        patch.setattr(suffixes, "TAIL", tail)
+        patch.setattr(suffixes, "PLACES", 1000)
         kept = Texts()
         for text in texts:
             kept.add(text)
@@ -45,7 +45,7 @@ def test_the_longest_match_and_what_followed_it_are_those_of_a_slow_search(
     assert kept.longest(last_of(query)) == longest
     for size in range(1, longest + 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(suffixes, "_PLACES", 1000)
+            patch.setattr(suffixes, "PLACES", 1000)
             rows = [until_gap(row) for row in kept.followers(last_of(query[-size:]))]
         assert sorted(rows) == sorted(followers(texts, query[-size:]))
 
