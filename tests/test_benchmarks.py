@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import runpy
 import sys
@@ -93,3 +94,19 @@ def test_a_round_is_broken_down_at_any_context(depth: int) -> None:
     assert set(parts.stages_ms) == {"propose", "verify", "accept", "roll back", "Python"}
     assert target.context_length == 512
     assert "700 tokens" in str(parts)
+
+
+def test_replays_show_what_a_memory_gains_on_texts_that_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_target_folder(tmp_path / "target")
+    row = {"kind": "json", "prompt": "Return it.", "answer": '{"name": "a", "price": 12, "is_new": true}' * 2}
+    with gzip.open(tmp_path / "texts.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines([json.dumps(row) + "\n"] * 8)
+    texts = str(tmp_path / "texts.jsonl.gz")
+    monkeypatch.setattr(sys, "argv", ["agents.py", "--target", str(tmp_path / "target"), "--texts", texts])
+    script("agents.py")["main"]()
+    [kind, number, _, own, remembered, head, both] = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert (kind, number) == ("json", "8")
+    assert float(remembered) > 1.2 * float(own) > 1
+    assert float(both) > float(head) > 1
