@@ -105,11 +105,9 @@ class Engine:
             # This raises early if hidden states are unavailable. Nothing is evaluated.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.max_batch, self.drafter = max_batch, drafter
-        self.observer = observer
-        """You may change these three between steps."""
-        self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
-        self.exact = exact
+        self.max_batch, self.drafter, self.observer = max_batch, drafter, observer
+        """You may change these between steps."""
+        self.prefill_chunk, self.kv_bits, self.exact = prefill_chunk, kv_bits, exact
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
