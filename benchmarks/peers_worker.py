@@ -48,7 +48,7 @@ class Ours:
         from eagle_mlx.serve.speculation import Speculation
 
         fixed: dict[str, Any] = {"policy": "fixed", "num_tokens": depth, "ngrams": False}
-        speculation = Speculation(head=self._head, head_bits=16, **({} if depth is None else fixed))
+        speculation = Speculation(head=self._head, head_bits=16, no_memory=True, **({} if depth is None else fixed))
         proposer, policy = speculation.proposer(self._target), speculation.make_policy()
         return Engine(self._target, proposer, policy=policy, max_batch=rows)
 

@@ -179,7 +179,7 @@ def running(args: argparse.Namespace, max_batch: int) -> Iterator[dict[str, Serv
     """Start all servers; end them afterwards. Raises ConfigError if one does not start."""
     ours = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", args.target, "--head", args.head]
     commands = {
-        OURS: [*ours, "--max-batch", str(max_batch), "--prefix-cache-gb", "0"],
+        OURS: [*ours, "--max-batch", str(max_batch), "--prefix-cache-gb", "0", "--no-memory"],
         REFERENCE: [sys.executable, "-m", "mlx_lm", "server", "--model", args.target, "--prompt-cache-size", "1"],
     }
     for peer in args.peers:
@@ -207,7 +207,8 @@ class BareEngine:
     """The engine in this process, with as many slots as there are clients, or the maximum."""
 
     def __init__(self, target: str, head: str, max_batch: int):
-        self.target, self.speculation, self.max_batch = load_target(target), Speculation(head=head), max_batch
+        self.speculation = Speculation(head=head, no_memory=True)  # the same prompts are decoded again and again
+        self.target, self.max_batch = load_target(target), max_batch
         self._engines: dict[int, Engine] = {}
 
     def turn(self, chats: Sequence[Chat], clients: int, temperature: float, max_tokens: int) -> Turn:

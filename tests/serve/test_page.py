@@ -290,7 +290,8 @@ def test_depths_without_drafts_are_explained(page: Page) -> None:
 def both() -> Loaded:
     """Return a model with a head and n-grams."""
     target = given_target()
-    drafters = em.HybridProposer(given_head(target))
+    ngrams = em.NgramProposer(min_ngram=3, memory=em.Memory())
+    drafters = em.HybridProposer(given_head(target), ngrams)
     return Loaded(em.Engine(target, drafters, policy=em.FixedPolicy(DEPTH), max_batch=4), "eagle", DEPTH)
 
 
@@ -333,6 +334,10 @@ def test_the_page_races_all_ways_to_decode_that_are_loaded(page: Page) -> None:
         start_race(page, "def f(x):")
         page.until("document.querySelector('#replay').checkVisibility()")
         assert max(len(result.accepted) for result in results) == 1  # each way decoded alone
+        proposer = running.service.loaded.engine.proposer
+        assert proposer is not None
+        assert proposer.memory is not None
+        assert proposer.memory.nbytes == 0, "no way drafts with the answer of another"
         names, speeds, notes, texts = zip(*lanes(page), strict=True)
         assert names == ("plain", "n-grams", "head", "default: head and n-grams")
         assert all(re.fullmatch(r"[\d,.]+ tokens/s", speed) for speed in speeds)
