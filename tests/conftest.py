@@ -41,6 +41,7 @@ if hasattr(os, "SCHED_BATCH"):
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +69,15 @@ def pytest_collection_finish() -> None:
     """Freeze half a million objects of modules and tests, so that a stopping server scans only its own garbage."""
     gc.freeze()
     gc.enable()
+    library = sys.modules.get("eagle_mlx.data_pipelines.sources.stdlib")
+    if library is not None and not FULL:
+        _remember_functions(library)
+
+
+def _remember_functions(library: ModuleType) -> None:
+    """Parse each file of Python's library at most once: every run with `builtin:python` would take a second for it."""
+    parse = library.functions_of
+    library.functions_of = cache(lambda file: list(parse(file)))
 
 
 @pytest.fixture(autouse=True, scope="module")

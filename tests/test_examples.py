@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from eagle_mlx.train.run import loop
+from tests.full import FULL
+from tests.train.empty_pictures import leave_empty_pictures
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace pictures of training by empty files, unless in full: drawing takes longer than two steps."""
+    if not FULL:
+        monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
 
 
 def run(name: str, *args: str, patch: pytest.MonkeyPatch, shown: pytest.CaptureFixture[str]) -> str:

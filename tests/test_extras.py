@@ -22,6 +22,7 @@ HIDING = """
 import sys
 
 hidden, entry, sys.argv = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+sys.modules["wandb"] = None  # mlx-lm imports it if it can: a fifth of the start
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):

@@ -40,6 +40,8 @@ PART = DRAWS // 8
 LEAST_P = 1e-4
 FEW = in_full(DRAWS, DRAWS // 8)
 """Draws for broken samplers. They miss the bar by chi-square alone, which accounts for the number of draws."""
+LARGE = in_full(64, 32)
+"""Size of the larger vocabulary; most of the time goes into its probabilities."""
 COUPLED = SamplingParams(temperature=0.9, acceptance="coupled")
 REJECTION = SamplingParams(temperature=0.9)
 FILTERED = replace(REJECTION, top_p=0.8)
@@ -262,9 +264,9 @@ def test_the_bar_is_where_it_should_be() -> None:
     ("params", "depth"), diagonal([COUPLED, REJECTION, FILTERED, replace(COUPLED, top_p=0.8)], [0, 1, 1])
 )
 def test_the_next_token_follows_the_target(params: SamplingParams, depth: int) -> None:
-    toy = Toy.random(64)
+    toy = Toy.random(LARGE)
     texts, _ = decode(toy, many(params), 1, depth)
-    assert follows(texts, toy.law(params, 1), 64)
+    assert follows(texts, toy.law(params, 1), LARGE)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +295,8 @@ def test_texts_follow_the_target_as_on_a_gpu(params: SamplingParams) -> None:
     ],
 )
 def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParams, certain: bool) -> None:
-    toy = Toy.random(64)
-    assert chain_follows(chain_texts(toy, params, certain=certain), toy.law(params, 3), 64)
+    toy = Toy.random(LARGE)
+    assert chain_follows(chain_texts(toy, params, certain=certain), toy.law(params, 3), LARGE)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +350,16 @@ def ends_by_its_own_token(drafts: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("params", [COUPLED, REJECTION])
 def test_early_exits_follow_the_target(params: SamplingParams) -> None:
-    toy = Toy.random(64)
+    toy = Toy.random(LARGE)
     if in_full(True, params is REJECTION):
         texts = chain_texts(toy, params, ends=ends_by_the_token_before)
-        assert chain_follows(texts, toy.law(params, 3), 64)
+        assert chain_follows(texts, toy.law(params, 3), LARGE)
     if params is COUPLED:  # these may also end by their own token
         texts = chain_texts(toy, params, ends=ends_by_its_own_token)
-        assert chain_follows(texts, toy.law(params, 3), 64)
+        assert chain_follows(texts, toy.law(params, 3), LARGE)
     else:
         texts = chain_texts(toy, params, FEW, ends=ends_by_its_own_token)
-        assert chain_misses(texts, toy.law(params, 3), 64)
+        assert chain_misses(texts, toy.law(params, 3), LARGE)
 
 
 def residual_from_p(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array) -> Verdict:
@@ -424,9 +426,9 @@ def bonus_of_the_last_draft(
     ],
 )
 def test_chains_of_a_broken_sampler_miss_the_bar(params: SamplingParams, rule: Verify, certain: bool) -> None:
-    toy = Toy.random(64)
+    toy = Toy.random(LARGE)
     texts = chain_texts(toy, params, FEW, certain=certain, rule=rule)
-    assert chain_misses(texts, toy.law(params, 3), 64)
+    assert chain_misses(texts, toy.law(params, 3), LARGE)
 
 
 @dataclass(frozen=True)
