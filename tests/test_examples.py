@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from eagle_mlx.train.run import loop
+from tests.forks import Fork
 from tests.full import FULL
 from tests.train.empty_pictures import leave_empty_pictures
 
@@ -72,7 +74,20 @@ def test_an_own_proposer_drafts_and_leaves_the_text_unchanged(
     assert number(r"\[(\d+) of \d+ drafts accepted, and the text is unchanged\]", out) > 0
 
 
+class Forked(Fork):
+    """The server of an example, which starts in milliseconds."""
+
+    def __init__(self, command: list[str]):
+        super().__init__(*command[2:])
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
 def test_the_openai_client_calls_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not FULL:
+        Fork("-c", "").wait()  # the first one uses Popen itself
+        monkeypatch.setattr("subprocess.Popen", Forked)
     out = run("serve_tool", patch=monkeypatch, shown=capsys)
     assert re.search(r'get_weather\(\{"city": "(Oslo|Rome)"\}\) returned \d+ degrees\nanswer: ', out)
 

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 HIDING = """
 import sys
 
-hidden, entry, sys.argv = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
+hidden, lines = sys.argv[1].split(","), sys.argv[2:]
 sys.modules["wandb"] = None  # mlx-lm imports it if it can: a fifth of the start
 
 class Hidden:
@@ -34,8 +36,12 @@ def command(entry):
     return getattr(__import__(module, fromlist=[function]), function)()
 
 sys.meta_path.insert(0, Hidden())
+statuses = []
+for line in lines:
+    entry, *sys.argv = line.split("\\n")
+    statuses.append(command(entry))
+sys.exit(statuses[0] if len({*statuses}) == 1 else str(statuses))
 """
-ONE = "sys.exit(command(entry))"
 NEEDS = {"eagle-serve": "serve", "eagle-train": "train"}
 """The commands that always need an extra."""
 MODULES = {module_of(name): name for names in EXTRAS.values() for name in names}
@@ -46,8 +52,10 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
-def run_without(modules: list[str], command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(HIDING + ONE, ",".join(modules), PROJECT["scripts"][command], command, *arguments)
+def run_without(modules: list[str], *commands: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run commands in turn in one process, without these modules. Its exit code is that of every command."""
+    lines = ["\n".join([PROJECT["scripts"][words[0]], *words]) for words in commands]
+    return run(HIDING, ",".join(modules), *lines)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,19 +63,28 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
+@cache
+def imports_of(path: Path) -> set[str]:
+    """Return the modules that a file imports, at the top or later."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            found.add(node.module)
+    return found
+
+
+distributions = cache(packages_distributions)
+
+
 def imported(*places: str) -> set[str]:
-    """Return the names of the distributions that files import directly, at the top or later."""
+    """Return the names of the distributions that files import directly."""
     paths = [
         path for place in places for path in ((ROOT / place).rglob("*.py") if "." not in place else [ROOT / place])
     ]
-    found = set()
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-                found.add(node.module)
-    known = {**packages_distributions(), "mlx": ["mlx"]}  # several distributions share this folder
+    found = set[str]().union(*map(imports_of, paths))
+    known = {**distributions(), "mlx": ["mlx"]}  # several distributions share this folder
     data = {name for name in found if f"{name}.".startswith("mlx.data.")}
     roots = {name.partition(".")[0] for name in found - data} - sys.stdlib_module_names - {"eagle_mlx"}
     names = {known[root][0].lower().replace("_", "-") for root in roots}
@@ -105,7 +122,7 @@ def test_a_part_imports_only_the_base_and_its_extras(places: tuple[str, ...], ex
 @pytest.mark.parametrize("command", sorted(NEEDS))
 def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     extra = NEEDS[command]
-    ended = run_without([module_of(name) for name in EXTRAS[extra]], command, "--target", "missing")
+    ended = run_without([module_of(name) for name in EXTRAS[extra]], (command, "--target", "missing"))
     assert ended.stderr == (
         f"error: {command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
         f"type: pip install 'eagle-mlx[{extra}]'\n"
@@ -114,31 +131,36 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "hidden", "what"),
+    ("hidden", "commands"),
     [
-        ("eagle-train --target missing", "pydantic", "eagle-train"),
-        ("eagle-train --target missing --wandb", "wandb", "--wandb"),
-        ("eagle-train report checkpoints/head --plot x.png", "matplotlib", "eagle-train report --plot"),
-        ("eagle-bench --plot x.png", "matplotlib", "eagle-bench --plot"),
-        ("eagle-data inspect owner/name", "datasets", "owner/name"),
+        (["pydantic"], {"eagle-train --target missing": ("pydantic", "eagle-train")}),
+        (
+            ["wandb", "matplotlib", "datasets"],
+            {
+                "eagle-train --target missing --wandb": ("wandb", "--wandb"),
+                "eagle-train report checkpoints/head --plot x.png": ("matplotlib", "eagle-train report --plot"),
+                "eagle-bench --plot x.png": ("matplotlib", "eagle-bench --plot"),
+                "eagle-data inspect owner/name": ("datasets", "owner/name"),
+            },
+        ),
     ],
 )
-def test_only_what_is_used_is_asked_for(command: str, hidden: str, what: str) -> None:
-    ended = run_without([hidden], *command.split())
-    assert ended.stderr.splitlines()[-1] == (
-        f"error: {what} needs packages that are not installed ({MODULES[hidden]}): "
-        f"type: pip install 'eagle-mlx[{next(extra for extra in EXTRAS if MODULES[hidden] in EXTRAS[extra])}]'"
-    )
+def test_only_what_is_used_is_asked_for(hidden: list[str], commands: dict[str, tuple[str, str]]) -> None:
+    ended = run_without(hidden, *(command.split() for command in commands))
+    assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: {what} needs packages that are not installed ({MODULES[module]}): "
+        f"type: pip install 'eagle-mlx[{next(extra for extra in EXTRAS if MODULES[module] in EXTRAS[extra])}]'"
+        for module, what in commands.values()
+    ]
     assert ended.returncode == 2
 
 
 def test_without_extras_data_are_read_and_heads_are_published(tmp_path: Path) -> None:
-    inspect = run_without(HIDDEN, "eagle-data", "inspect", "builtin:python", "--limit", "1", "--histogram", "0")
-    assert inspect.returncode == 0, inspect.stderr
-    assert "1 conversation" in inspect.stdout
+    inspect = ("eagle-data", "inspect", "builtin:python", "--limit", "1", "--histogram", "0")
     publish = ("eagle-publish", str(ROOT / "checkpoints" / "head"), "--repo", "a/b", "--license", "mit", "--dry-run")
-    ended = run_without(HIDDEN, *publish, "--base-model", "a/c")
+    ended = run_without(HIDDEN, inspect, (*publish, "--base-model", "a/c"))
     assert ended.returncode == 0, ended.stderr
+    assert "1 conversation" in ended.stdout
     assert "would go to a/b" in ended.stdout
 
 
