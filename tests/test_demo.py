@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.train.run import loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.full import FULL
+from tests.train.empty_pictures import leave_empty_pictures
 
 SCRIPT = Path(__file__).parent.parent / "checkpoints" / "scripts" / "demo.py"
 RECIPE = """
@@ -48,7 +51,9 @@ def arguments(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def demo(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Run the script in this process."""
+    """Run the script in this process. Unless in full, the pictures of the training itself are empty files."""
+    if not FULL:
+        monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     return lambda: int(runpy.run_path(str(SCRIPT))["main"]())
 
