@@ -28,13 +28,13 @@ from .call_markup import (
     OpenBodyError,
     glm_markup,
 )
-from .tools import Offer, refuse_constant
+from .tools import DECODER, Offer
 
 
 def json_value(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value at a position of a text, and where it ends. Raises OpenBodyError inside a string."""
     try:
-        return json.JSONDecoder(strict=False, parse_constant=refuse_constant).raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     except json.JSONDecodeError as e:
         if e.msg.startswith("Unterminated string"):
             raise OpenBodyError("the text ends in a string") from e
@@ -59,11 +59,14 @@ def parse_json(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
 
 
 def json_call(call: dict[str, Any]) -> Call:
+    """Return the call that an object describes. Raises ValueError if other keys would be lost."""
     if isinstance(inner := call.get("function"), dict):
-        call = inner
-    arguments = call["parameters"] if "parameters" in call else call.get("arguments")
+        call = {key: value for key, value in call.items() if key != "function"} | inner
+    names, values = call.keys() & {"name", "function"}, call.keys() & {"arguments", "parameters"}
+    if len(names) != 1 or len(values) > 1 or call.keys() - names - values - {"id", "index", "type"}:
+        raise ValueError("the keys are not those of a call")
     own_id = call["id"] if isinstance(call.get("id"), str) else None
-    return {"id": own_id, "name": call.get("name") or call["function"], "arguments": arguments}
+    return {"id": own_id, "name": call[names.pop()], "arguments": call[values.pop()] if values else None}
 
 
 _KIMI_HEADER = re.compile(
@@ -167,8 +170,8 @@ def _python_call(call: ast.expr) -> Call:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("not a call with named arguments")
     values = {keyword.arg: ast.literal_eval(_Literals().visit(keyword.value)) for keyword in call.keywords}
-    if None in values:
-        raise ValueError("`**` in a call")
+    if None in values or len(values) < len(call.keywords):
+        raise ValueError("`**` in a call, or an argument given twice")
     return {"name": ast.unparse(call.func), "arguments": values}
 
 
@@ -201,7 +204,7 @@ def _gemma_value(text: str, at: int, quote: str, depth: int = _DEEPEST) -> tuple
     if not match[0].strip() or quote in match[0]:
         raise ValueError("no value")
     try:
-        return json.loads(match[0], parse_constant=refuse_constant), match.end()
+        return DECODER.decode(match[0]), match.end()
     except ValueError:
         return match[0].strip(), match.end()
 
@@ -219,6 +222,8 @@ def _gemma_items(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
             items.append(value)
         else:
             key, at = _gemma_key(text, at, quote)
+            if key in values:
+                raise ValueError("a key is given twice")
             values[key], at = _gemma_value(text, at, quote, depth - 1)
         at = skip_space(text, at)
     return (items if closer == "]" else values), at + 1

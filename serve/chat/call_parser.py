@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -12,16 +11,31 @@ import regex
 
 from .call_formats import NOTATIONS
 from .call_markup import Call, OpenBodyError
-from .tools import REACH, CallForm, Tool, ToolCall, ToolCallTags, begins_line, leading_tag, offered_types, safe_length
+from .tools import (
+    DECODER,
+    REACH,
+    CallForm,
+    Tool,
+    ToolCall,
+    ToolCallTags,
+    begins_line,
+    encoded,
+    leading_tag,
+    offered_types,
+    safe_length,
+)
 
 _MOST_MALFORMED = 64
 """Failed calls after which an answer is plain text: each may cost another pass over the rest."""
 _MOST_PARSED = 1 << 24
 """Characters to parse in an answer, about a second: a body with many end tags in its values is parsed at each."""
+_LEAST_FRAGMENT = 6
+"""Characters at the end of a text that was cut which are a call's beginning. Fewer are common in any text."""
 Read = tuple[list[ToolCall] | None, int] | None
 """The calls of a body, and where the text goes on. Without calls, the text up to there is no call. None: read later."""
 
 
+_FENCED = re.compile(r"```\w*")
 _MARK = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 
 
@@ -154,7 +168,7 @@ class ToolCallParser:
             self._text, self._follows_bare = self._text[read:], False
         tags = () if self._is_tired else [tag for tag in self._ends if not thinking or tag not in self._bare]
         if (opening := self._opening(tags)) is None:
-            return self._take(len(self._text) if final else safe_length(self._text, tags))
+            return self._take_certain(safe_length(self._text, tags), final, complete)
         start, self._begin = opening
         taken = len(self._text[:start].rstrip("\n"))
         before = self._take(taken)
@@ -162,6 +176,12 @@ class ToolCallParser:
         self._body = start - taken if self._begin in self._inner else self._searched
         self._is_inside = True
         return before or self._inside(thinking, final, complete)
+
+    def _take_certain(self, certain: int, final: bool, complete: bool) -> str | None:
+        """Return the text that is no part of a call. certain: what is before anything that may become one."""
+        if final and not complete and len(_FENCED.sub("", self._text[certain:]).strip("\n")) >= _LEAST_FRAGMENT:
+            self._text = self._text[:certain]
+        return self._take(len(self._text) if final else certain)
 
     def _opening(self, tags: Sequence[str]) -> tuple[int, str] | None:
         """Return the first opening tag and its position. Without the tags around it, a function begins a line."""
@@ -299,24 +319,15 @@ class ToolCallParser:
     def _call(self, call: Call, index: int) -> ToolCall:
         name, arguments = call["name"], call["arguments"]
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = DECODER.decode(arguments)
         if name not in self._offer or not isinstance(arguments, dict | None):
             raise ValueError("the function was not offered")
-        return ToolCall(index, call.get("id") or self._new_id(), name, _json(arguments or {}))
+        return ToolCall(index, call.get("id") or self._new_id(), name, encoded(arguments or {}))
 
     def _new_id(self) -> str:
         if self._tags.parser == "mistral":  # its templates only accept ids of nine letters and digits
             return secrets.token_hex(5)[:9]
         return f"call_{secrets.token_hex(12)}"
-
-
-def _json(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
-        return json.dumps(arguments, allow_nan=False)
-    return text
 
 
 _S = r"\s{0,9}"
@@ -350,8 +361,8 @@ class BareCallParser(ToolCallParser):
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         match = self._next_match()
         if match is None or match.partial:
-            end = len(self._text) if final else len(self._text[: match.start() if match else None].rstrip("\n"))
-            return self._take(end)
+            certain = len(self._text[: match.start() if match else None].rstrip("\n"))
+            return self._take_certain(certain, final, complete)
         if match.groupdict().get("close"):
             self._drop(match.end())
             self._begins_line, self._fence = False, ""

@@ -17,8 +17,13 @@ JSON_TOOLS = CallForm('\n{"name": "', '", "arguments": ', "}\n", "<tool_call>", 
 _START, _ANALYSIS, _JSON = "<|start|>assistant", "<|channel|>analysis", " <|constrain|>json"
 _ENDS = (_START, "<|end|>", "<|return|>")
 _STAY = (_JSON, "<|message|>")
-_BUILT_IN = tuple(
-    f"<|channel|>{name} to={tool}" for name in ("commentary", "analysis") for tool in ("python", "browser")
+_BUILT_IN = (
+    *(f"<|channel|>{name} to={tool}" for name in ("commentary", "analysis") for tool in ("python", "browser")),
+    *(
+        f" to={tool}{after}"
+        for tool in ("python", "browser.search", "browser.open", "browser.find")
+        for after in ("<|channel|>", " <|constrain|>")
+    ),
 )
 """Messages to tools that the server does not have. They are no content."""
 _HARMONY_THOUGHTS = AnswerStates(

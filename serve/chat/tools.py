@@ -228,14 +228,35 @@ def typed_value(text: str, types: Types) -> Any:
 def _structure(text: str) -> Any:
     """Read JSON, or a Python literal of a list or dictionary; None if it is neither."""
     with suppress(ValueError, RecursionError):
-        return json.loads(text, strict=False, parse_constant=refuse_constant)
+        return DECODER.decode(text)
     with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False)) if text[:1] in ("[", "{") else None
     return None
 
 
-def refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is given twice")
+    return values
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+"""Reads JSON in calls: line breaks in strings are allowed; constants such as NaN, and keys given twice, are not."""
+
+
+def encoded(arguments: dict[str, Any]) -> str:
+    """Return the JSON text of a call's arguments. Raises ValueError if they have none."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
+        return json.dumps(arguments, allow_nan=False)
+    return text
 
 
 def _parameter_types(parameters: Tool) -> dict[str, Types]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -20,6 +20,8 @@ from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
 from eagle_mlx.serve.chat.tools import AnswerStates
 from tests.fakes import plain_tokenizer
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, format_with_template, target_of
+from tests.serve.chat.test_call_formats import CALLING, Calls
+from tests.serve.chat.test_call_formats import format_of as call_format_of
 
 TOOLS = [WEATHER, CLOCK]
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
@@ -119,6 +121,10 @@ def test_without_tools_nothing_is_a_call() -> None:
         '{"name": "clock", "arguments": [1]}',
         '{"name": "clock", "arguments": "no JSON"}',
         '{"name": "clock", "arguments": {"x": NaN}}',
+        '{"name": "clock", "zone": "CET"}',
+        '{"name": "clock", "arguments": {}, "zone": "CET"}',
+        '{"name": "clock", "arguments": {}, "parameters": {"zone": "CET"}}',
+        '{"name": "clock", "arguments": {"zone": "CET", "zone": "UTC"}}',
         "[" * 100_000,
     ],
 )
@@ -163,6 +169,32 @@ def test_the_fragment_of_a_call_that_was_cut_short_is_dropped(parser: str) -> No
     assert read(format, text, complete=False) == read(format, *text, complete=False) == expected
     whole = [("content", "I look."), rome()]
     assert read(format, f"I look.\n{SAMPLES[parser]}\n{CUT[parser]}", complete=False, tools=[ASKED, CLOCK]) == whole
+
+
+@pytest.mark.parametrize(("name", "writer"), CALLING)
+def test_no_markup_stays_of_a_call_that_was_cut_in_its_opening(name: str, writer: Callable[[Calls], str]) -> None:
+    text = f"I look.\n{writer([('get_weather', {'city': 'Rome'})])}"
+    format, start = call_format_of(name), text.index("get_weather") - 1
+    for end in range(start, len(text)):
+        pieces = read(format, text[:end], complete=False)
+        content = "".join(value for kind, value in pieces if kind == "content")
+        assert len(re.sub(r"```\w*|\n", "", content.removeprefix("I look."))) < 6
+
+
+def test_the_first_characters_of_a_tag_are_kept_if_the_text_is_cut_short() -> None:
+    assert read(format_of("qwen"), "if x <to", complete=False) == [("content", "if x <to")]
+    assert read(format_of("qwen"), "They write <tool_ca") == [("content", "They write <tool_ca")]
+
+
+@pytest.mark.parametrize("tool", ["python", "browser.search"])
+@pytest.mark.parametrize(
+    "header", ["<|channel|>analysis to=TOOL code", " to=TOOL<|channel|>commentary <|constrain|>code"]
+)
+def test_messages_to_tools_that_the_server_does_not_have_are_dropped(tool: str, header: str) -> None:
+    message = f"{header.replace('TOOL', tool)}<|message|>print(1)<|call|>"
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    assert read(call_format_of("gpt-oss"), thought + message) == [("reasoning", "hm")]
+    assert read(call_format_of("gpt-oss"), *message) == []
 
 
 def test_text_that_mentions_a_tag_is_kept_if_it_is_cut_short() -> None:
@@ -393,6 +425,22 @@ def test_the_last_function_of_an_answer_may_lack_its_end_tag() -> None:
     text, format = SAMPLES["qwen3_coder"].replace("</function>\n", ""), format_with_parser("qwen3_coder")
     assert read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == [rome()]
     assert read(format, text, tools=[ASKED], complete=False) == []
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("gemma4", '<|tool_call>call:clock{zone:<|"|>CET<|"|>,zone:<|"|>UTC<|"|>}<tool_call|>'),
+        ("kimi_k2", SAMPLES["kimi_k2"].replace('"days"', '"city"')),
+        ("mistral", '[TOOL_CALLS][{"name": "clock", "zone": "CET"}]'),
+        ("mistral", '[TOOL_CALLS]clock[ARGS]{"zone": "CET", "zone": "UTC"}'),
+        ("pythonic", "<|tool_call_start|>[clock(zone='CET', zone='UTC')]<|tool_call_end|>"),
+        ("qwen3_coder", SAMPLES["qwen3_coder"].replace("=days>", "=city>")),
+    ],
+)
+def test_a_call_with_an_argument_twice_or_outside_of_the_arguments_is_text(parser: str, text: str) -> None:
+    format = format_with_parser(parser)
+    assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == [("content", text)]
 
 
 def test_a_failed_call_makes_no_call_of_the_calls_in_its_values() -> None:
