@@ -11,7 +11,7 @@ from numbers import Integral
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -116,6 +116,10 @@ def make_request(
     Raises PromptError if the prompt is empty or does not fit the target's context, if a boundary is outside the prompt,
     or if the target does not support the params.
     """
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(
+            f"params must be em.SamplingParams, such as em.SamplingParams(max_tokens=100), not {params!r}"
+        )
     tokens = encode(target, prompt)
     context = target.context_length
     if not tokens:

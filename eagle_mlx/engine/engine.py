@@ -51,6 +51,16 @@ class EngineSnapshot:
         return [*chain(*self.groups), *self.prefilling, *self.waiting]
 
 
+def _check_types(target: object, policy: object) -> None:
+    if not isinstance(target, Target | str | Path):
+        raise ConfigError(
+            f"target must be a Target, a folder or a hub id, not a {type(target).__name__}; load one with "
+            "em.load_target(name), or use em.Target(model, tokenizer)"
+        )
+    if policy is not None and not hasattr(policy, "plan"):
+        raise ConfigError(f"policy must be a policy, such as em.FixedPolicy(3), not {policy!r}")
+
+
 class Engine:
     """Decodes batches of requests with a target and an optional proposer.
 
@@ -96,6 +106,7 @@ class Engine:
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
+        _check_types(target, policy)
         target = target if isinstance(target, Target) else load_target(target)
         proposer = None if proposer is None else as_proposer(proposer)
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)

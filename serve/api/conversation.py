@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from eagle_mlx.request import Output
 
 from ..chat import Delta, ToolCall
-from ..chat.history import PARAGRAPH
+from ..chat.history import PARAGRAPH, with_whole_pairs
 from .answer import Answer, PendingAnswer, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
@@ -130,7 +130,7 @@ def translated(fields: dict[str, Any], names: Names, limits: Limits) -> ChatRequ
 def arguments_of(call: ToolCall) -> dict[str, Any]:
     """Return a call's arguments; of a call that was cut off, those that are complete, as Anthropic's client does."""
     try:
-        value = from_json(call.arguments, allow_partial=True)
+        value = from_json(with_whole_pairs(call.arguments), allow_partial=True)
         dumps(value)
     except ValueError:  # JSON text, but not for every reader: 1e999, thousands of brackets
         value = {}

@@ -51,8 +51,7 @@ class ThinkingBlock(Body):
 
 class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
-    data: str
-    """Encrypted, and so left out of the prompt."""
+    data: str  # encrypted, and so left out of the prompt
 
 
 class ToolUseBlock(Cached):
@@ -79,7 +78,7 @@ Block = Annotated[
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Block], Field(min_length=1)]
+    content: str | Many[Block] | None = None
 
 
 class ClientTool(OwnTool, Cached):
@@ -139,8 +138,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = None
-    # Ignored as well.
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # ignored, as are the rest
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None
     diagnostics: dict[str, Any] | None = None
@@ -203,6 +201,8 @@ def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
 def _add(conversation: Turns, turn: Turn, where: str) -> None:
     if turn.role == "assistant":
         conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
+    elif turn.content in (None, []):
+        raise ApiError(400, f"{where}: must be text, or a list of blocks", where)
     for index, block in enumerate(_blocks(turn.content)):
         if not isinstance(block, _BLOCKS[turn.role]):
             problem = f"a block of type {block.type} is not allowed in a message of role {turn.role}"

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, from_json
 from eagle_mlx import EagleError
 
 from .. import log_once
+from ..chat.history import with_whole_pairs
 from .encoding import Encoder
 from .errors import ApiError, bad_request, client_gone, shortened
 from .limits import has_more_containers, read_body
@@ -154,7 +155,7 @@ def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]
     strict: whether to refuse them. Raises ApiError 400 that names the field.
     """
     try:
-        fields = _unpacked(from_json(body, allow_inf_nan=False))
+        fields = _unpacked(_parsed(body))
     except ValueError as e:
         raise ApiError(400, f"the body is not valid JSON: {e}") from e
     try:
@@ -165,6 +166,15 @@ def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]
     if strict or not unknown:
         raise _explained(details, fields)
     return validated(kind, fields, "ignore"), sorted(unknown)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError:
+        if (text := body.decode()) == (whole := with_whole_pairs(text)):
+            raise
+        return from_json(whole, allow_inf_nan=False)
 
 
 def _unpacked(fields: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from ..chat import ToolCall
-from ..chat.history import PARAGRAPH
+from ..chat.history import PARAGRAPH, with_whole_pairs
 from .conversation import ChatExtensions, Names, Turns, translated
+from .errors import ApiError
 from .limits import Limits
 from .schema import (
     BY_TYPE,
@@ -52,14 +53,15 @@ class GivenItem(Body):
 class MessageItem(GivenItem):
     type: Literal["message", None] = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[ContentPart]
+    content: str | Many[ContentPart] | None
+    """Only the model's may be null."""
     phase: str | None = None
 
 
 class CallOutputItem(GivenItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | Many[ContentPart]
+    output: str | Many[ContentPart] | None = None
     name: str | None = None
     namespace: str | None = None
     caller: Any = None
@@ -91,12 +93,16 @@ class ThoughtText(Body):
 
 class ReasoningItem(GivenItem):
     type: Literal["reasoning"]
-    summary: Many[ThoughtText] = Field(default_factory=list)
+    summary: Many[ThoughtText] | None = None
     content: Many[ThoughtText] | None = None
     encrypted_content: str | None = None
 
 
-Item = Annotated[MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem, BY_TYPE]
+Item = Annotated[
+    MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem | Media,
+    BY_TYPE,
+    BeforeValidator(without_data),
+]
 
 
 class Reasoning(Body):
@@ -274,8 +280,8 @@ def _flat_name(name: str, namespace: str | None) -> str:
 def _text_of(arguments: str) -> str:
     """Return the text of a call of such a function, perhaps cut off, or all of `arguments` if a model wrote others."""
     try:
-        values = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:  # half a surrogate pair
+        values = from_json(with_whole_pairs(arguments), allow_partial="trailing-strings")
+    except ValueError:  # JSON text, but not for every reader
         return arguments
     text = values.get("input") if values else ""
     return text if isinstance(text, str) else arguments
@@ -349,20 +355,25 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
     for index, item in enumerate(items):
         if isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
+            if item.content is None and role != "assistant":
+                place = f"input[{index - kept}].content"
+                raise ApiError(400, f"{place}: must be text, or a list of parts", place)
             conversation.say(role, _text(item.content))
         elif isinstance(item, ReasoningItem):
-            thought = "".join(part.text for part in item.content or item.summary)
+            thought = "".join(part.text for part in item.content or item.summary or ())
             conversation.think(thought or _unsealed(item.encrypted_content))
         elif isinstance(item, CallOutputItem):
             conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
+        elif isinstance(item, Media):
+            conversation.say("assistant", item.note)
         else:
             arguments = {"input": item.input} if isinstance(item, CustomCallItem) else item.arguments
             conversation.call(item.call_id, _flat_name(item.name, item.namespace), arguments)
     return conversation.messages
 
 
-def _text(content: str | Sequence[ContentPart]) -> str:
-    return content if isinstance(content, str) else PARAGRAPH.join(map(_text_of_part, content))
+def _text(content: str | Sequence[ContentPart] | None) -> str:
+    return content if isinstance(content, str) else PARAGRAPH.join(map(_text_of_part, content or ()))
 
 
 def _text_of_part(part: ContentPart) -> str:

@@ -213,14 +213,22 @@ class CompletionRequest(ChoicesRequest):
 
 
 class MessagePart(Body):
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "thinking"]
     text: str | None = None
+    thinking: str | list[dict[str, Any]] | None = None
     refusal: str | None = None
     cache_control: Any = None
+    signature: Any = None
+
+    @property
+    def thought(self) -> str:
+        if isinstance(self.thinking, str):
+            return self.thinking
+        return "".join(str(part.get("text", "")) for part in self.thinking or ())  # as Mistral's clients send it
 
 
 class Media(Body):
-    """An image, a sound or a document. The model reads only text."""
+    """An image, a sound, a document, or what a tool of another server did. The model reads only text."""
 
     type: Literal["media"]
     kind: str
@@ -236,7 +244,11 @@ class Media(Body):
         return {"type": self.kind}
 
 
-_MEDIA = re.compile("(input_)?(document|image|audio|video|file)(_url)?")
+_MEDIA = re.compile(
+    r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
+    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
+    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
+)
 
 
 def without_data(part: object) -> object:
@@ -269,8 +281,7 @@ class ChatMessage(Body):
     content: str | Many[Annotated[MessagePart | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    """The same as `reasoning_content`, under vLLM's newer name."""
+    reasoning: str | None = None  # the same, under vLLM's newer name
     tool_calls: Many[MessageCall] | None = None
     tool_call_id: str | None = None
     # Fields that clients send back from an answer of this server or of OpenAI.
@@ -290,6 +301,8 @@ class ChatMessage(Body):
             plain["content"] = "".join(
                 part.note if isinstance(part, Media) else part.text or part.refusal or "" for part in self.content
             )
+            if thoughts := "".join(part.thought for part in self.content if isinstance(part, MessagePart)):
+                plain.setdefault("reasoning_content", thoughts)
         elif self.content is None and self.refusal:
             plain["content"] = self.refusal
         for call in plain.get("tool_calls", ()):

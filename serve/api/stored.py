@@ -96,13 +96,13 @@ def _listed(item: Item, place: str) -> dict[str, Any]:
     """Return an item as OpenAI lists it."""
     fields = item.model_dump(exclude_none=True)
     kind = fields.setdefault("type", "message")
-    if kind == "message" and isinstance(fields["content"], str):
+    if kind == "message" and isinstance(fields.setdefault("content", ""), str):
         part = "output_text" if fields["role"] == "assistant" else "input_text"
         fields["content"] = [{"type": part, "text": fields["content"]}]
     for part in fields["content"] if kind == "message" else ():
         if part["type"] == "output_text":
             part.setdefault("annotations", [])
-    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}
+    return {"id": f"{ID_PREFIXES.get(kind, 'item')}_{place}", "status": "completed", **fields}
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,21 @@ def _call(call: Message) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(with_whole_pairs(arguments)) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         log_once(f"the call {call.get('id', '')!r} has arguments that are no JSON object; the model sees {{}} instead")
         arguments = {}
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u[dD][89a-fA-F]..|.)", re.DOTALL)
+
+
+def with_whole_pairs(text: str) -> str:
+    """Return JSON text without halves of surrogate pairs: programs cut texts there, and prompts cannot hold them."""
+    return _ESCAPE.sub(lambda match: r"\ufffd" if len(match[0]) == 6 else match[0], text) if r"\u" in text else text
 
 
 Way = tuple[list[dict[str, Any]], Mapping[str, Any]]

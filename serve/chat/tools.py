@@ -252,11 +252,7 @@ DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, object
 def encoded(arguments: dict[str, Any]) -> str:
     """Return the JSON text of a call's arguments. Raises ValueError if they have none."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
-        return json.dumps(arguments, allow_nan=False)
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a surrogate pair has no UTF-8
 
 
 def _parameter_types(parameters: Tool) -> dict[str, Types]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -733,6 +733,20 @@ def test_a_head_drafts_without_being_wrapped() -> None:
     for wrong in ("folder", TARGET, SimpleNamespace(bind=print)):
         with pytest.raises(ConfigError, match="proposer must be a head or a proposer, not .*em.load_head"):
             em.Engine(TARGET, wrong)  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
+    engine, model = em.Engine(TARGET), TARGET.model
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: em.Engine(model), r"em.load_target\(name\), or use em.Target\(model, tokenizer\)"),  # type: ignore[arg-type]
+        (lambda: em.Engine(TARGET, policy="fixed"), "em.FixedPolicy"),  # type: ignore[arg-type]
+        (lambda: engine.generate(PROMPTS[0], {"max_tokens": 3}), "em.SamplingParams"),  # type: ignore[call-overload]
+        (lambda: engine.generate(PROMPTS[0], 3), "em.SamplingParams"),  # type: ignore[call-overload]
+        (lambda: em.load_head("head", "target"), "em.load_head"),  # type: ignore[arg-type]
+    ]
+    for call, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 def test_an_engine_loads_a_target_by_its_folder(tmp_path: Path) -> None:

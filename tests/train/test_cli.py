@@ -201,6 +201,7 @@ def test_help_shows_every_setting(capsys: Any) -> None:
     [
         ("--data", "{", "bad.jsonl:2: not valid JSON"),
         ("--data", '{"prompt": "a"}', "bad.jsonl:2: no assistant turn"),
+        ("--data", '{"prompt": "a", "completion": "c"}', "no held-out conversations to measure acceptance (all"),
         ("--eval-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
         ("--warmup-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
     ],

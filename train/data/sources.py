@@ -36,7 +36,7 @@ from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of
 from .batches import Rows
 from .examples import Examples, InMemory, Joined, OnDisk, draft_vocabulary
-from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
+from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, no_prompts, sources_of
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,8 @@ def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[i
             prompts.append(pair)
         left_out += not pair[1]
     if not prompts:
-        why = f"all {left_out:,} are trained on" if left_out else "one in 25 is held out"
-        raise DataError(
-            f"{', '.join(sources)}: no held-out conversations to measure acceptance ({why}); choose other prompts with "
-            "--eval-data"
-        )
+        reason = f"all {left_out:,} are trained on" if left_out else "none of them fits the context"
+        raise no_prompts(sources, reason)
     return EvalPrompts([tokens for _, tokens in prompts], frozenset(key for key, _ in prompts), left_out)
 
 

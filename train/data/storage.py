@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,9 @@ from eagle_mlx.data_pipelines import (
     make_once,
     place_of,
     public_source,
+    read_conversations,
 )
-from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import free_disk, write_output
 from eagle_mlx.hub import public_name
 from eagle_mlx.memory import free_memory, gb
@@ -134,12 +135,23 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
 def check_data(config: TrainConfig) -> None:
     """Read the sources of a run that exist already, so that their DataError or ConfigError shows before any work."""
     data, learned = config.data, data_config(config)
-    if not (data.shards or data.is_self):
+    is_read = not (data.shards or data.is_self)
+    in_files = is_read and not config.optimization.hours and all(source.kind == "file" for source in learned.parsed)
+    if is_read:
         check_conversations(learned, "train", answers=not config.optimization.hours)
     if not config.prompts_are_heldout:
         check_conversations(learned.alone(config.evaluation.data), "all")
+    elif in_files and next(read_conversations(replace(learned, keep_tokens=""), "heldout"), None) is None:
+        raise no_prompts(data.sources, "all conversations have the same prompt, so none is held out")
     if data.warmup_data:
         check_conversations(replace(learned, sources=data.warmup_data, map=(), limit=0), "train", answers=True)
+
+
+def no_prompts(sources: Sequence[str], reason: str) -> DataError:
+    return DataError(
+        f"{', '.join(sources)}: no held-out conversations to measure acceptance ({reason}); choose other prompts with "
+        "--eval-data"
+    )
 
 
 def public_settings(config: TrainConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eagle_mlx.serve.api.schema import ChatMessage
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from tests.serve.api.live import Live
 
@@ -107,6 +108,58 @@ def test_roles_that_the_template_refuses_are_changed(mistral: Live, dialect: Dia
         more["system"] = "Be brief."
     turns = [ask, ask] if dialect is MESSAGES else [{"role": "system", "content": "Be brief."}, ask, ask]
     assert prompt_tokens(post(mistral, dialect, turns, **more)) > 0
+
+
+@DIALECTS
+def test_half_a_surrogate_pair_in_a_history_becomes_a_replacement_character(caller: Live, dialect: Dialect) -> None:
+    def sent(half: str, arguments: str) -> str:
+        given: Any = {"word": half} if dialect is MESSAGES else arguments
+        return json.dumps([user(text(dialect, f"look {half}")), *called(dialect, given)])
+
+    def tokens(turns: str) -> int:
+        name, limit = ("input", "max_output_tokens") if dialect is RESPONSES else ("messages", "max_tokens")
+        body = f'{{"{name}": {turns}, "{limit}": 2}}'
+        return prompt_tokens(caller.http.post(dialect.path, content=body, headers={"content-type": "application/json"}))
+
+    expected = tokens(sent("\ufffd", '{"word": "\ufffd"}'))
+    assert tokens(sent("\ud83d", '{"word": "\\ud83d"}')) == expected
+    assert tokens(sent("\ude00", '{"word": "\\ude00"}')) == expected
+    assert tokens(sent("\\ud83d", '{"word": "\\\\ud83d"}')) > expected  # a backslash and letters
+
+
+EMPTY: dict[Dialect, list[dict[str, Any]]] = {
+    CHAT: [{"role": "assistant", "content": None}, {"role": "assistant", "content": []}],
+    MESSAGES: [{"role": "assistant", "content": None}, {"role": "assistant", "content": []}],
+    RESPONSES: [{"role": "assistant", "content": None}, {"role": "assistant", "content": []}, {"type": "reasoning"}],
+}
+
+
+@DIALECTS
+def test_an_empty_answer_can_be_sent_back(caller: Live, dialect: Dialect) -> None:
+    ask = user(text(dialect, "hi"))
+    for answer in EMPTY[dialect]:
+        assert prompt_tokens(post(caller, dialect, [ask, answer, ask])) > 0
+    refused = post(caller, dialect, [ask, {"role": "user", "content": None}])
+    assert refused.status_code == 400
+    assert "[1].content: must be text" in refused.json()["error"]["message"]
+
+
+def test_what_tools_of_other_servers_did_becomes_a_note(caller: Live) -> None:
+    search: dict[str, Any] = {"type": "web_search_call", "id": "a", "status": "completed", "action": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "a", "content": []}
+    use = {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}
+    for dialect, turns in ((RESPONSES, [search]), (MESSAGES, [{"role": "assistant", "content": [use, found]}])):
+        ask = user(text(dialect, "hi"))
+        plain = prompt_tokens(post(caller, dialect, [ask, {"role": "assistant", "content": ""}, ask]))
+        assert prompt_tokens(post(caller, dialect, [ask, *turns, ask])) > plain
+        assert post(caller, dialect, [ask, {"type": "poem", "role": "poem"}]).status_code == 400
+
+
+def test_thoughts_may_be_parts_of_a_message() -> None:
+    for thinking in ("hm", [{"type": "text", "text": "hm"}]):
+        parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "Yes."}]
+        message = ChatMessage.model_validate({"role": "assistant", "content": parts})
+        assert message.plain() == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
 
 
 def test_fields_that_other_servers_and_gateways_add_are_taken(caller: Live) -> None:

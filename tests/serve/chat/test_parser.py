@@ -143,7 +143,7 @@ def test_arguments_are_json_that_utf8_can_encode() -> None:
         return deltas[0].tool_call.arguments
 
     assert arguments('{"a": "Z\\u00fcrich 😀"}') == '{"a": "Zürich 😀"}'
-    assert arguments('{"a": "\\ud800"}') == '{"a": "\\ud800"}'
+    assert arguments('{"a": "\\ud800"}') == '{"a": "\ufffd"}'
     assert arguments('"{\\"a\\": 1}"') == '{"a": 1}'
     assert arguments("null") == "{}"
     assert json.loads(arguments('{"a": "</tool_call"}')) == {"a": "</tool_call"}
