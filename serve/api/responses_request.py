@@ -326,8 +326,9 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
 
 def _is_partial(item: Item) -> bool:
     """Return whether an item is an answer, or a thought, that was cut off."""
-    is_answer = isinstance(item, ReasoningItem) or (isinstance(item, MessageItem) and item.role == "assistant")
-    return is_answer and item.status in ("in_progress", "incomplete")
+    if not isinstance(item, ReasoningItem | MessageItem) or item.status not in ("in_progress", "incomplete"):
+        return False
+    return isinstance(item, ReasoningItem) or item.role == "assistant"
 
 
 def sealed(thought: str) -> str:
