@@ -52,13 +52,14 @@ class Tracer:
         if self.raised:
             do(*args)
             return False
+        before = sys.gettrace()
         sys.settrace(self._called)
         try:
             do(*args)
         except self.error:
             assert self.raised
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return self.raised
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
