@@ -37,14 +37,15 @@ def name_of(folder: str | Path) -> str:
     return Path(os.path.abspath(Path(folder).expanduser())).name  # noqa: PTH100  (`resolve` would follow the link)
 
 
-def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
+def write_whole(path: Path, data: bytes, part: Path | None = None, mode: int = 0o666) -> None:
     """Write a file atomically, safe even against a power failure. Raises OSError.
 
-    `part`: the temporary file in the same folder; by default, the file's name and `PART`.
+    `part`: the temporary file in the same folder; by default, the file's name and `PART`. `mode`: who may do what with
+    a new file, within the process's umask.
     """
     part = part or path.with_name(path.name + PART)
     try:
-        with part.open("wb") as file:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             os.fsync(file.fileno())
         part.replace(path)
@@ -73,14 +74,15 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """Lock a folder against other writers within the block; the lock ends with the process at the latest.
 
-    Raises OutputError if another process holds the lock. File systems without locks are not protected.
+    Raises OutputError if another process holds the lock, unless told to `wait`. File systems without locks are not
+    protected.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(descriptor)

@@ -15,6 +15,7 @@ from eagle_mlx.errors import ConfigError, TargetError, loading
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare, tolerance_for
@@ -67,7 +68,10 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     )
     remember(speculation.memory_texts, engine, say)
     drafts = speculation.max_depth if proposer is not None else 0
-    return Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
+    if files is not None and proposer is not None and proposer.memory is not None:
+        loaded.memory_file = MemoryFile(folder, proposer.memory, target)
+    return loaded
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
@@ -129,6 +133,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless the request sets another",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
         *([f"prefix files: {disk.folder}, {gb(disk.nbytes)}, limit {gb(disk.limit)} for all models"] if disk else []),
+        *([f"memory file: {file.path}"] if (file := loaded.memory_file) else []),
         f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens for one request), {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]

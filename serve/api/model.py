@@ -13,6 +13,7 @@ from typing import Any
 from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars, Volatile
@@ -26,7 +27,7 @@ log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters for which a model may advise a value in `generation_config.json`."""
 _LAST_WRITES = 5.0
-"""Seconds to write prefix cache files at shutdown; with the drain, less than the 45 that a container gets."""
+"""Seconds to write the memory, and prefix cache files, at shutdown; with the drain, less than the 45 of a container."""
 
 
 _DRAFTERS: Mapping[str, Drafter] = {"none": "none", "ngram": "ngrams"}
@@ -45,6 +46,7 @@ class Loaded:
     volatile: Volatile = field(default_factory=Volatile)
     speculation: Speculation = field(default_factory=Speculation)
     """The present settings."""
+    memory_file: MemoryFile | None = None
 
     def __post_init__(self) -> None:
         self._started, self._chosen = self.speculation, "auto"
@@ -101,8 +103,10 @@ class Loaded:
         return self.engine.prefixes.disk if self.engine.prefixes is not None else None
 
     def close(self) -> None:
-        """End the target's other ranks, and write pending prefix cache files."""
+        """End the target's other ranks, and write the memory of texts and pending prefix cache files."""
         self.target.close()
+        if self.memory_file is not None and not self.memory_file.close(_LAST_WRITES):
+            log.warning("the newest texts of the memory were not written to disk in time; a restart forgets them")
         if self.disk is not None and not self.disk.close(_LAST_WRITES):
             log.warning("the newest prompts were not written to disk in time; after a restart they must be read again")
 

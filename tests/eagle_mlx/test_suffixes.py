@@ -50,6 +50,23 @@ def test_the_longest_match_and_what_followed_it_are_those_of_a_slow_search(
         assert sorted(rows) == sorted(followers(texts, query[-size:]))
 
 
+@pytest.mark.parametrize("most", [1, 7, 1000])
+@given(texts=st.lists(TOKENS, min_size=1, max_size=6), query=TOKENS)
+def test_texts_of_the_tokens_of_others_have_the_same_matches(
+    most: int, texts: list[list[int]], query: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffixes, "MOST", most)
+        patch.setattr(suffixes, "TAIL", most)
+        kept = Texts()
+        for text in texts:
+            kept.add(text)
+            kept.end()
+        again = Texts.of(kept.tokens)
+    assert again.tokens.tolist() == kept.tokens.tolist() == [n for text in texts for n in (*(t + 1 for t in text), 0)]
+    assert again.longest(last_of(query)) == kept.longest(last_of(query))
+
+
 def test_a_text_that_continues_matches_across_its_pieces_in_the_tail() -> None:
     texts = Texts()
     texts.add([1, 2])

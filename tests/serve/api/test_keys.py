@@ -9,12 +9,17 @@ import logging
 import subprocess
 from collections.abc import Iterator
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.api.live import Live, live, remembering, wide
+from eagle_mlx.serve.api.loader import load
+from eagle_mlx.serve.api.options import LoadConfig
+from eagle_mlx.serve.speculation import Speculation
+from tests.fakes import tiny_target_folder
+from tests.serve.api.live import DEPTH, Live, live, remembering, wide
 
 SECRET = "The password of the door is 4711."
 PATHS = {
@@ -74,6 +79,28 @@ def test_a_text_drafts_for_its_own_key_and_salt_only(path: str) -> None:
         assert accepted(server, "mine", path, cache_salt="pepper") == first
         assert accepted(server, "mine", path, cache_salt="pepper") > first
         assert b"eagle:memory_bytes" in server.http.get("/metrics").content
+
+
+def test_after_a_restart_a_text_drafts_for_its_own_key_and_salt_only(tmp_path: Path) -> None:
+    model = tiny_target_folder(tmp_path / "model")
+    speculation = Speculation(mode="ngram", policy="fixed", num_tokens=DEPTH, ngram_min=12)
+    config = LoadConfig(model, speculation, prefix_cache_dir=tmp_path / "cache", prefix_disk_gb=1.0)
+    said = list[str]()
+
+    def count(server: Live, key: str, **fields: Any) -> int:
+        return accepted(server, key, "/v1/chat/completions", temperature=0, **fields)
+
+    with live(lambda: load(config, said.append), wide(api_key="mine yours")) as server:
+        first = count(server, "mine")
+        salted = count(server, "mine", cache_salt="pepper")
+    with live(lambda: load(config, said.append), wide(api_key="mine yours")) as server:
+        assert count(server, "yours") == first == salted
+        assert count(server, "mine", cache_salt="salt") == first
+        assert count(server, "mine") > first
+        assert count(server, "mine", cache_salt="pepper") > first
+    [file] = (tmp_path / "cache").glob("memory-*")
+    assert b"pepper" not in file.read_bytes()
+    assert f"memory file: {file}" in said
 
 
 def test_a_request_that_refuses_the_memory_leaves_nothing_to_it() -> None:
