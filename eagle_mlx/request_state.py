@@ -12,6 +12,8 @@ from eagle_mlx.request import Output, Request, TokenLogprob
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.text import IncrementalText, StopStrings
 
+AHEAD = 128
+"""Tokens that rounds may add before a request's grammar sees them: twice the most of a draft."""
 MOST_DRAFT_FAILURES = 3
 """A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
 
@@ -121,6 +123,12 @@ class RequestState:
         """The maximum number of useful draft tokens in the next round."""
         left, most = self.limit - len(self.tokens) - 1, self.params.num_speculative_tokens
         return left if most is None else min(left, most)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its logits processors or its grammar may change the logits of the next round."""
+        free = getattr(self.grammar, "free_tokens", 0 if self.grammar is not None else AHEAD + 1)
+        return bool(self.params.logits_processors) or free <= AHEAD
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
         """Yield prompt and tokens, then the same list extended by one draft token each time (for logits processors)."""

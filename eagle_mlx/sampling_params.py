@@ -56,7 +56,8 @@ class Grammar(Protocol):
     """The tokens allowed next in one row. Matchers of llguidance and xgrammar need three lines to adapt.
 
     Between rounds, it has seen the row's accepted tokens. In a round, it advances over the draft, returns a mask at
-    each position, and is rolled back, because matchers are expensive to copy.
+    each position, and is rolled back, because matchers are expensive to copy. If it has an attribute `free_tokens`, it
+    is not asked for masks while this is above 128: the next tokens may then be any, as many as this says.
     """
 
     def mask(self) -> mx.array:

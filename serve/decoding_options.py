@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import eagle_mlx as em
 from eagle_mlx import blas
 from eagle_mlx.errors import loading
-from eagle_mlx.request import Chunk, draft_runs
+from eagle_mlx.request import Chunk, Prompt, draft_runs, encode
 from eagle_mlx.sampling_params import SamplingParams, limit_of
-from eagle_mlx.setting import Group, setting
+from eagle_mlx.setting import AT_LEAST_0, Group, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import TextStream
 
-from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
+from .speculation import TARGET_HELP, THINKING, MemoryOptions, Speculation, load_proposer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -60,6 +60,7 @@ class DecodingOptions(Group):
 
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     system: str | None = setting(None, "system prompt", metavar="TEXT")
+    thinking_budget: int | None = setting(None, THINKING, AT_LEAST_0)
     quiet: bool = setting(False, "print only the text")
     target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
     memory: MemoryOptions = field(default_factory=MemoryOptions)
@@ -69,6 +70,17 @@ class DecodingOptions(Group):
 
     def params(self) -> SamplingParams:
         return replace(self.sampling.params(), **self.speculation.rule)
+
+    def params_for(self, target: em.Target, prompt: Prompt) -> SamplingParams:
+        """Return the parameters of one prompt, with the limit on its thought. Raises PromptError."""
+        if self.thinking_budget is None:
+            return self.params()
+        from .chat import ChatFormat, with_budget  # needs the extra
+
+        form = ChatFormat.of(target)
+        is_open = form.starts_in_reasoning(encode(target, prompt))
+        grammar = with_budget(form, target.vocab_size, self.thinking_budget, is_open)
+        return replace(self.params(), grammar=grammar)
 
     def say(self, text: str) -> None:
         if not self.quiet:

@@ -79,7 +79,8 @@ def _single(engine: em.Engine, options: GenerateOptions, params: em.SamplingPara
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     outputs = []
     render = renderer(engine.target.tokenizer, params.stop, options.color and has_color(sys.stdout))
-    for chunk in engine.stream(prompt_of(text, engine.target, options), params):
+    prompt = prompt_of(text, engine.target, options)
+    for chunk in engine.stream(prompt, options.params_for(engine.target, prompt)):
         print(render(chunk), end="", flush=True)
         outputs += [chunk.output] if chunk.output is not None else []
     print()
@@ -111,7 +112,8 @@ def _many(
             question.encode(engine.target, [output.text for output in before], params.max_tokens)
             for question, before in pending
         ]
-        outputs = engine.generate(prompts, params, progress=not options.quiet)
+        limited = [options.params_for(engine.target, prompt) for prompt in prompts]
+        outputs = engine.generate(prompts, limited, progress=not options.quiet)
         for (_, before), output in zip(pending, outputs, strict=True):
             before.append(output)
     lines = ""

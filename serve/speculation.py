@@ -41,6 +41,7 @@ _OF_EMA = (
     *("adaptive_k", "dynamic_spec_decode"),
 )
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
+THINKING = "tokens of thought, after which its end tag is forced (default: no limit)"
 IN_MEMORY = Limit(
     lambda gigabytes: gigabytes >= 1e-9 and late("eagle_mlx.memory:fits_machine")(gigabytes),
     "must be above 0 and at most this machine's memory, not {} GB",

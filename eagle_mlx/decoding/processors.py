@@ -25,29 +25,33 @@ class Processors:
     def __init__(self, requests: Sequence[RequestState], vocab: int):
         self.penalties = Penalties.of(requests, vocab)
         self.biased, self.bias = _dense_bias(requests, vocab)
-        self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
-        """Rows whose processors run on the host, which must read their drafts."""
+        self._on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
+        self._requests = list(requests)
         self.on_device = self.penalties is not None or self.biased.size > 0
         """Whether any row has penalties or biases, which drafts follow too."""
-        self._rows = [requests[index] for index in self.on_host]
         self._count = len(requests)
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Processors | None:
         """Return the batch's processors; None if no row requests any."""
         processors = cls(requests, vocab)
-        return processors if processors.on_host or processors.on_device else None
+        return processors if processors._on_host or processors.on_device else None
+
+    @property
+    def on_host(self) -> list[int]:
+        """Rows whose processors run on the host in the next round, and must read their drafts."""
+        return [index for index in self._on_host if self._requests[index].needs_host]
 
     def apply(self, logits: mx.array, draft: Draft) -> tuple[mx.array, mx.array | None]:
         """Return the logits with every row's changes, [B, n+1, V] float32, and where callables turned numbers into NaN,
         [B, n+1] bool, None if no row has callables. logits: [B, n+1, V]."""
-        if not self.on_host:
+        if not (places := self.on_host):
             return self._on_device(logits, draft.tokens), None
-        drafts = self._read(draft, logits)
+        rows, drafts = [self._requests[place] for place in places], self._read(draft, logits, places)
         before = self._on_device(logits, draft.tokens)
-        masks = [_masks(row, drafted, logits.shape[-1]) for row, drafted in zip(self._rows, drafts, strict=True)]
-        logits = self._on(mx.array(self.on_host), before, lambda x: _on_host(x, self._rows, drafts, masks))
-        if not any(row.params.logits_processors for row in self._rows):
+        masks = [_masks(row, drafted, logits.shape[-1]) for row, drafted in zip(rows, drafts, strict=True)]
+        logits = self._on(mx.array(places), before, lambda x: _on_host(x, rows, drafts, masks))
+        if not any(row.params.logits_processors for row in rows):
             return logits, None
         return logits, mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
 
@@ -68,9 +72,9 @@ class Processors:
             logits = self._on(self.biased, logits, lambda x: x + bias)
         return logits
 
-    def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
-        """Return the drafts of `on_host` rows; the device runs the target's forward while the host works on them."""
-        rows = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(self.on_host)]
+    def _read(self, draft: Draft, logits: mx.array, places: list[int]) -> list[list[int]]:
+        """Return the drafts of some rows; the device runs the target's forward while the host works on them."""
+        rows = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(places)]
         mx.async_eval(rows)
         mx.async_eval(logits)
         return [tokens[:length] for length, *tokens in cast(list[list[int]], rows.tolist())]

@@ -13,7 +13,7 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls
+from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
 from .answer import Choices, Completed, PendingChoices, respond
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
@@ -93,6 +93,8 @@ def encode_chat(
     # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
     is_single = offer.tools and not offer.several and not offer.forced
     only_call = (lambda: FirstCall(reader())) if is_single else None
+    most = loaded.thinking_budget if body.most_thought is None else body.most_thought
+    grammar = with_budget(loaded.chat, loaded.target.vocab_size, most, starts_in_reasoning, grammar)
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
     requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most) for choice in params]

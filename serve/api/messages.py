@@ -101,7 +101,6 @@ class MessagesToolChoice(Body):
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    """Not enforced: reasoning ends when the model ends it, or at max_tokens."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -164,6 +163,7 @@ def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
     chat.setdefault("continue_final_message", body.messages[-1].role == "assistant")
     if body.thinking is not None:
         chat.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
+        chat["thinking_budget"] = body.thinking.budget_tokens
     output = body.output_config or OutputConfig()
     chat["reasoning_effort"] = output.effort
     if output.format is not None:

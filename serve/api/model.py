@@ -47,6 +47,8 @@ class Loaded:
     speculation: Speculation = field(default_factory=Speculation)
     """The present settings."""
     memory_file: MemoryFile | None = None
+    thinking_budget: int | None = None
+    """The limit on thoughts of requests that set none."""
 
     def __post_init__(self) -> None:
         self._started, self._chosen = self.speculation, "auto"

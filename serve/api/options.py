@@ -25,7 +25,7 @@ from eagle_mlx.setting import (
 )
 from eagle_mlx.target_options import TargetOptions
 
-from ..speculation import IN_MEMORY, TARGET_HELP, MemoryOptions, Speculation
+from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation
 
 if TYPE_CHECKING:
     from ..chat import Volatile
@@ -190,6 +190,7 @@ class LoadConfig(Group):
         metavar="GB",
     )
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
+    thinking_budget: int | None = setting(None, f"{THINKING}; a request may set another", AT_LEAST_0)
     volatile: tuple[str, ...] = setting(
         (), "changing text to remove from system prompts; repeatable", metavar="REGEX", repeat=True
     )

@@ -111,6 +111,8 @@ class Reasoning(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    """As in OpenRouter's API; OpenAI's has no such field."""
 
 
 class TextFormat(Body):
@@ -306,12 +308,14 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
+    reasoning = body.reasoning or Reasoning()
+    effort = reasoning.effort
     fields: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
         "tool_choice": _choice(body.tool_choice),
         "reasoning_effort": None if effort == "none" else effort,
+        "thinking_budget": reasoning.max_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,

@@ -371,6 +371,10 @@ class AllowedTools(Body):
     allowed_tools: ToolSubset
 
 
+class ReasoningLimit(Body):
+    max_tokens: int | None = Field(None, ge=0)
+
+
 class ChatRequest(ChoicesRequest):
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -387,6 +391,9 @@ class ChatRequest(ChoicesRequest):
     modalities: Many[Literal["text"]] | None = None
     # For templates that use them.
     reasoning_effort: str | None = None
+    reasoning: ReasoningLimit | None = None
+    thinking_budget: int | None = Field(None, ge=0)
+    thinking_token_budget: int | None = Field(None, ge=0)  # vLLM's name of the same
     verbosity: Literal["low", "medium", "high"] | None = None
     audio: None = None
     prediction: None = None
@@ -398,3 +405,9 @@ class ChatRequest(ChoicesRequest):
     def most_tokens(self) -> int | None:
         """The limit on answer tokens, under its newer or older name."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def most_thought(self) -> int | None:
+        given = [self.thinking_budget, self.thinking_token_budget, self.reasoning and self.reasoning.max_tokens]
+        given.append((self.chat_template_kwargs or {}).get("thinking_budget"))
+        return next((limit for limit in given if isinstance(limit, int) and limit >= 0), None)

@@ -1,8 +1,10 @@
 """Chat formats: render messages as prompts, parse reasoning and tool calls out of answers, compile schemas to grammars.
 
-`ChatFormat` holds a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas.
+`ChatFormat` holds a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas,
+`with_budget` limits thoughts.
 """
 
+from .budget import with_budget
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
 from .template import Chat, ChatFormat, Volatile

@@ -96,12 +96,13 @@ def call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
         name = str(getattr(tokenizer.tool_parser, "__module__", "")).rsplit(".", 1)[-1]
         form = JSON_TOOLS if name == "json_tools" else None
         return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", name, form, bare=_BARE.get(name))
-    template = _templates(tokenizer)
+    template = templates(tokenizer)
     dsml = _DSML if DSML_BAR in tokenizer.get_vocab() or DSML_BAR in template else None
     return next((tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks)), dsml)
 
 
-def _templates(tokenizer: TokenizerWrapper) -> str:
+def templates(tokenizer: TokenizerWrapper) -> str:
+    """Return the source of a tokenizer's chat templates."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
@@ -114,7 +115,7 @@ def answer_states(tokenizer: TokenizerWrapper) -> AnswerStates:
     edges: dict[str, list[tuple[str, str]]] = {}
     start, end = tokenizer.think_start, tokenizer.think_end
     if not tokenizer.has_thinking:
-        vocab, template = tokenizer.get_vocab(), _templates(tokenizer)
+        vocab, template = tokenizer.get_vocab(), templates(tokenizer)
         pairs = (pair for pair in _THOUGHTS if all(tag in vocab for tag in pair) or pair[1] in template)
         start, end = next(pairs, ("", ""))
     if start:

@@ -1,0 +1,102 @@
+"""A limit on the tokens of a thought. After them, the model may only write the thought's end tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.sampling_params import Grammar
+
+from .families import templates
+from .template import ChatFormat
+
+_OPENING, _ENDED = -1, -2
+"""States of an answer; while it thinks, its state is the number of tokens of the thought."""
+_LONGEST_OPENING = 64
+"""Tokens of an answer in which its thought must begin, blanks included."""
+_FOREVER = 1 << 30
+
+
+def with_budget(
+    format: ChatFormat, vocab: int, most: int | None, is_open: bool, inner: Callable[[], Grammar] | None = None
+) -> Callable[[], Grammar] | None:
+    """Return a factory for a grammar that ends a thought at the beginning of an answer after `most` tokens.
+
+    is_open: whether the prompt opens the thought. inner: a factory for another grammar that the answer must follow; it
+    is returned if there is no limit, or if the model has no tags of thoughts.
+    """
+    tokenizer, end = format.tokenizer, format.thoughts.think_end
+    if most is None or tokenizer is None or not end:
+        return inner
+    source = templates(tokenizer)
+    is_on_own_line = f"\\n{end}" in source or f"\n{end}" in source
+    tag = tokenizer.encode(f"\n{end}" if is_on_own_line else end, add_special_tokens=False)
+    if end not in tokenizer.decode(tag):
+        return inner
+    tags = format.thoughts.think_start, end
+    return lambda: BudgetedThought(tokenizer, tags, tag, vocab, most, is_open, inner() if inner else None)
+
+
+class BudgetedThought:
+    """A grammar that only forces the end of a thought, unless the answer must also follow another one."""
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        tags: tuple[str, str],
+        tag: Sequence[int],
+        vocab: int,
+        most: int,
+        is_open: bool,
+        inner: Grammar | None,
+    ):
+        """tags: texts that start and end a thought. tag: the tokens that end it. For the others, see `with_budget`."""
+        self._decode, (self._start, self._end), self._tag = tokenizer.decode, tags, list(tag)
+        self._vocab, self._most, self._inner = vocab, most, inner
+        self._tokens = list[int]()
+        self._states = [0 if is_open else _OPENING]
+        """Before the first token, and after each."""
+
+    @property
+    def free_tokens(self) -> int:
+        """How many of the next tokens may be any."""
+        if self._inner is not None:
+            return 0
+        state = self._states[-1]
+        return _FOREVER if state == _ENDED else max(0, self._most - max(state, 0))
+
+    def mask(self) -> mx.array:
+        allowed = self._inner.mask() if self._inner is not None else mx.ones(self._vocab, mx.bool_)
+        if self._states[-1] < self._most or self._decode(self._tokens[-4:]).endswith("\ufffd"):  # within a character
+            return allowed
+        written = range(min(len(self._tag) - 1, self._states[-1]), 0, -1)
+        count = next((count for count in written if self._tokens[-count:] == self._tag[:count]), 0)
+        forced = (mx.arange(self._vocab) == self._tag[count]) & allowed
+        return forced if self._inner is None or forced.any().item() else allowed
+
+    def advance(self, token: int) -> bool:
+        if self._inner is not None and not self._inner.advance(token):
+            return False
+        self._tokens.append(token)
+        self._states.append(self._next())
+        return True
+
+    def rollback(self, count: int) -> None:
+        if self._inner is not None:
+            self._inner.rollback(count)
+        del self._tokens[len(self._tokens) - count :], self._states[len(self._states) - count :]
+
+    def _next(self) -> int:
+        """Return the state after the newest token."""
+        state = self._states[-1]
+        if state == _OPENING:
+            text = self._decode(self._tokens).lstrip()
+            if self._start and text.startswith(self._start):
+                return 0
+            may_begin = self._start.startswith(text) and len(self._tokens) < _LONGEST_OPENING
+            return _OPENING if may_begin else _ENDED
+        if state == _ENDED or self._end in self._decode(self._tokens[-len(self._end) :]):
+            return _ENDED
+        return state + 1
