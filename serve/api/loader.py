@@ -70,8 +70,8 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
     loaded.thinking_budget = config.thinking_budget
-    if files is not None and proposer is not None and proposer.memory is not None:
-        loaded.memory_file = MemoryFile(folder, proposer.memory, target)
+    if files is not None and loaded.memory is not None:
+        loaded.memory_file = MemoryFile(folder, loaded.memory, target)
     return loaded
 
 

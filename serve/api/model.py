@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, hub
+from eagle_mlx import EagleError, Engine, HybridProposer, Memory, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.memory_file import MemoryFile
@@ -99,6 +99,10 @@ class Loaded:
             self.speculation, self.most_drafts = now, now.max_depth
         default = "none" if self.mode == "none" else self.speculation.drafter
         self.engine.drafter = default if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.engine.proposer.memory if self.engine.proposer is not None else None
 
     @property
     def disk(self) -> DiskTier | None:

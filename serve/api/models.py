@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Literal
 
 from eagle_mlx import hub
@@ -68,8 +68,13 @@ class Models:
     @property
     def failure(self) -> BaseException | None:
         """The failure of a model that the server cannot run without."""
-        failures = (service.worker.failure for service in self.services.values() if self._at_start)
-        return next((failure for failure in failures if failure is not None), None)
+        for service in self.services.values() if self._at_start else ():
+            is_again = (
+                service.state == "loading" and service.name not in self._starting
+            )  # a request then gets the error
+            if service.worker.failure is not None and not is_again:
+                return service.worker.failure
+        return None
 
     def start(self) -> None:
         """Start the models' threads in the event loop."""
@@ -126,6 +131,15 @@ class Models:
                 raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_busy")
             await self._end(service)
 
+    async def unload_unused(self) -> None:
+        """Unload the models that had no request for `idle_unload_minutes`. Call this regularly."""
+        least = perf_counter() - 60 * (self.settings.idle_unload_minutes or inf)
+        for service in self.services.values():
+            async with self._turn:
+                if service.loaded is not None and service.idle and service.last_used < least:
+                    log.info("model %s is unloaded, because it was not used", service.name)
+                    await self._end(service)
+
     def _begin(self, service: Service) -> asyncio.Task[None]:
         """Return the load in progress, or start one. It continues if a waiting request is canceled."""
         if service.name not in self._loading:
@@ -163,7 +177,7 @@ class Models:
                 # The reason may name folders of this machine, which clients should not see.
                 message = f"model {service.name!r} could not be loaded; see the server's log"
                 raise ApiError(500, message, code="model_not_loaded") from e
-            service.state = "loaded"
+            service.state, service.last_used = "loaded", perf_counter()
             self._starting.discard(service.name)
 
     async def _make_room(self, service: Service, needed: int) -> None:

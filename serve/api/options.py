@@ -130,6 +130,12 @@ class Settings(Group):
         metavar="S",
     )
     exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
+    idle_unload_minutes: float | None = setting(
+        None,
+        "unload a model that had no request for so long; the next one loads it again (default: never)",
+        ABOVE_0,
+        metavar="N",
+    )
     stream_per_token: bool = setting(
         False, "stream an event for each token, for clients that count events; otherwise one holds a round's tokens"
     )
@@ -258,6 +264,8 @@ class ServeOptions(Group):
     model: LoadConfig = field(default_factory=LoadConfig)
 
     def _check(self) -> None:
+        if self.server.idle_unload_minutes and self.model.loading.shard != "none":
+            raise ConfigError("--idle-unload-minutes: a model with --shard stays loaded; leave out one of them")
         if self.models is None:
             if self.memory_gb is not None:
                 raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")

@@ -65,6 +65,8 @@ A = TypeVar("A", bound=AdminRequest)
 
 class Health(Shape):
     status: ServerState
+    unloaded: tuple[str, ...] = ()
+    """With `--idle-unload-minutes`: the models that the next request loads again."""
 
 
 class Version(Shape):
@@ -107,8 +109,11 @@ class AnthropicModelList(Shape):
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it."""
-    state = models_of(request).state
-    return json_response(Health(status=state), 200 if state == "ready" else 503)
+    models = models_of(request)
+    unloaded = tuple(service.name for service in models.services.values() if service.state == "unloaded")
+    more = {"unloaded": unloaded} if models.settings.idle_unload_minutes else {}
+    health = Health(status=models.state, **more)
+    return json_response(health, 200 if health.status == "ready" else 503)
 
 
 @router.get("/version", responses=documented(Version, 401))

@@ -269,7 +269,8 @@ class Server(uvicorn.Server):
         """Serve until a model fails, or until the drain after a signal is over."""
         async with asyncio.TaskGroup() as tasks:
             addresses = " ".join(map(address, sockets or []))  # now: a server that stops early closes its sockets
-            watching = [tasks.create_task(self._watch(addresses)), tasks.create_task(self._drain())]
+            work = (self._watch(addresses), self._unload_unused(), self._drain())
+            watching = list(map(tasks.create_task, work))
             await super().serve(sockets)
             for task in watching:
                 task.cancel()
@@ -285,6 +286,11 @@ class Server(uvicorn.Server):
                 service.watchdog.check()
             self.should_exit |= self.models.failure is not None
             close_overdue(set(self.connections), self.models.settings.limits, monotonic())
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _unload_unused(self) -> None:
+        while True:
+            await self.models.unload_unused()
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _drain(self) -> None:

@@ -22,6 +22,7 @@ import mlx.core as mx
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, RanksError
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.proposers.memory import Remembered
 from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 
@@ -123,6 +124,8 @@ class Worker:
         self._lost = ""
         """Why the engine will not answer anymore."""
         self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._texts: Remembered = {}
+        """The memory of texts while the model is not loaded, unless it is in a file."""
         self.loaded: Loaded | None = None
         """None unless the model is fully loaded."""
         self.failure: BaseException | None = None
@@ -248,7 +251,9 @@ class Worker:
         except BaseException as e:
             self.failure = e
             raise
-        self.loaded = loaded
+        if loaded.memory is not None:
+            loaded.memory.restore(self._texts)
+        self.loaded, self._texts = loaded, {}
 
     def _serve(self, loaded: Loaded) -> None:
         """Decode until the model is unloaded."""
@@ -263,6 +268,8 @@ class Worker:
                 self._call(partial(job.fail, _DIED))
         finally:
             self.loaded = self.work = None
+            if loaded.memory is not None and loaded.memory_file is None:
+                self._texts = loaded.memory.texts()
             _close(loaded)
 
     def _decode(self, engine: Engine) -> None:

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import NoReturn
+from time import perf_counter
+from typing import Any, NoReturn
 
 import httpx
 import mlx.core as mx
@@ -21,15 +23,15 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.loader import load, weights_bytes
 from eagle_mlx.serve.api.loader import several as several_sources
-from eagle_mlx.serve.api.loader import weights_bytes
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.options import LoadConfig, Settings
 from eagle_mlx.serve.api.service import ModelSource
 from eagle_mlx.serve.speculation import MemoryOptions, Speculation
 from tests.fakes import tiny_target, tiny_target_folder
-from tests.serve.api.live import DEPTH, Live, live, wide
+from tests.serve.api.live import DEPTH, NAME, Live, live, one_model, wide
 from tests.serve.api.test_status import samples
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -386,3 +388,86 @@ def test_shutdown_drains_all_models() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [100, 100]
         server.until(lambda: server.server.should_exit)
+
+
+IDLE = 1e-4
+"""Minutes: 6 ms."""
+
+
+def one_that_is_unloaded(model: Path, **settings: Any) -> Models:
+    """Return a single model that drafts with a memory, as `--target` and `--idle-unload-minutes` serve it."""
+    speculation = Speculation(mode="ngram", policy="fixed", num_tokens=DEPTH, ngram_min=12)
+    config = LoadConfig(model, speculation, memory=MemoryOptions(kv_gb=0.01), **settings)
+    return one_model(lambda: load(config, lambda _: None), wide(idle_unload_minutes=IDLE))
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_model_that_nobody_uses_is_unloaded_and_loaded_by_the_next_request(tmp_path: Path, in_a_file: bool) -> None:
+    model, body = tiny_target_folder(tmp_path / "model"), {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    folder = {"prefix_cache_dir": tmp_path / "cache", "prefix_disk_gb": 0.1} if in_a_file else {}
+    with live(models=one_that_is_unloaded(model, **folder)) as server:
+        taken, texts, accepted = list[int](), set[str](), list[int]()
+        for _ in range(3):
+            answer = server.http.post(COMPLETIONS, json=body).json()
+            texts.add(answer["choices"][0]["text"])
+            accepted.append(answer["timings"]["draft_n_accepted"])
+            server.until(lambda: states(server) == {NAME: "unloaded"})
+            assert server.http.get("/health").json() == {"status": "ready", "unloaded": [NAME]}
+            gc.collect()
+            taken.append(mx.get_active_memory())
+        assert len(texts) == 1
+        assert accepted[0] < accepted[1] == accepted[2]  # the memory of texts has survived
+        assert taken[2] <= taken[0]
+        assert samples(server)["eagle:loaded"] == 0
+        assert server.models.failure is None
+
+
+def test_unloading_an_unused_model_returns_its_memory(tmp_path: Path) -> None:
+    with live(models=one_that_is_unloaded(tiny_target_folder(tmp_path / "model"))) as server:
+        server.until(lambda: states(server) == {NAME: "unloaded"})
+        gc.collect()
+        without = mx.get_active_memory()
+        server.models.settings = replace(server.models.settings, idle_unload_minutes=None)
+        assert server.http.post("/admin/load", json={"model": NAME}).json()["state"] == "loaded"
+        loaded = server.service.loaded
+        assert loaded is not None
+        assert mx.get_active_memory() >= without + loaded.target.weight_bytes
+
+
+def test_only_models_without_requests_are_unloaded(wanted: dict[str, str]) -> None:
+    loads = Loads()
+    with serving(loads, settings=wide(idle_unload_minutes=IDLE)) as server:
+        assert server.http.post("/admin/load", json={"model": "b"}).status_code == 200
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(complete, server, "a", max_tokens=24)
+            server.until(lambda: server.models.services["a"].state == "loaded" or answer.done())
+            server.until(lambda: states(server)["b"] == "unloaded")
+            assert answer.result().json()["choices"][0]["text"] == wanted["a"]
+        server.until(lambda: states(server) == dict.fromkeys(SEEDS, "unloaded"))
+        assert complete(server, "b").json()["choices"][0]["text"] == wanted["b"]
+
+
+def test_a_model_in_use_stays_loaded(tmp_path: Path) -> None:
+    with live(models=one_that_is_unloaded(tiny_target_folder(tmp_path / "model"))) as server:
+        stream = {"prompt": PROMPT, "max_tokens": 100, "stream": True, "ignore_eos": True}
+        assert server.http.post("/admin/load", json={"model": NAME}).status_code == 200
+        with server.http.stream("POST", COMPLETIONS, json=stream) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            with server.slowed():
+                began = server.service.last_used
+                server.until(lambda: perf_counter() - began > 20 * 60 * IDLE)
+                assert states(server) == {NAME: "loaded"}
+            assert list(lines)[-2] == "data: [DONE]"
+        server.until(lambda: states(server) == {NAME: "unloaded"})
+
+
+def test_a_reload_that_fails_is_an_error_of_its_request_and_the_server_goes_on(tmp_path: Path) -> None:
+    model = tiny_target_folder(tmp_path / "model")
+    with live(models=one_that_is_unloaded(model)) as server:
+        server.until(lambda: states(server) == {NAME: "unloaded"})
+        model.rename(tmp_path / "elsewhere")
+        for _ in range(3):
+            assert complete(server, NAME).json()["error"]["code"] == "model_not_loaded"
+        (tmp_path / "elsewhere").rename(model)
+        assert complete(server, NAME).status_code == 200
