@@ -16,6 +16,7 @@ import pytest
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.bench.report import BenchRun, Category
 from eagle_mlx.serve.prompts import read_questions
+from eagle_mlx.target import nbytes_of
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 SCRIPTS = Path(__file__).parents[1] / "checkpoints" / "scripts"
@@ -92,6 +93,7 @@ def test_the_figures_are_those_of_the_modes_they_are_named_for(real: Callable[..
     assert said["speedup_chain"] == pytest.approx(speedup("eagle", "fixed", False))
     assert said["speedup_tree"] == pytest.approx(speedup("eagle", "fixed", True))
     assert said["speedup_ngram"] == pytest.approx(speedup("ngram", "throughput", False))
+    assert said["speedup_again"] == pytest.approx(speedup("again", "throughput", False))
     chain = runs["eagle", "fixed", 4, 0]
     by_category = {each["name"]: each["acceptance_length"] for each in chain["by_category"]}
     assert set(by_category) == {"writing", "qa"}
@@ -111,7 +113,7 @@ def test_without_a_head_its_figures_are_absent(
     said = report(tmp_path)
     assert not HEAD_KEYS & said.keys()
     assert said["speedup_ngram"] > 0
-    assert {run["mode"] for run in said["runs"]} == {"mlx-lm", "plain", "ngram"}
+    assert {run["mode"] for run in said["runs"]} == {"mlx-lm", "plain", "ngram", "again"}
     assert "no head: its modes are left out" in capsys.readouterr().out
     assert (tmp_path / "real" / "summary.png").is_file()
 
@@ -119,6 +121,19 @@ def test_without_a_head_its_figures_are_absent(
 def a_run(**changed: object) -> BenchRun:
     run = BenchRun("mlx-lm", 1, 0, 0, "fixed", 0.0, 10.0, 10.0, 1.0, None, None, 1.0, [], True, 3, 0, 3, 1, 30, 3.0)
     return replace(run, **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_who_is_asked_again_remembers_all_turns_and_has_the_head(
+    script: ModuleType, tmp_path: Path, has_head: bool
+) -> None:
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    target = tiny_target(tokenizer=True)
+    head = tiny_head(target) if has_head else None
+    mode = script.remembering(target, head, read_questions(tmp_path / "questions.jsonl", 2), 10)
+    proposer = mode.engine.proposer
+    assert (proposer.memory.added, proposer.head) == (3, head)
+    assert mode.weights == nbytes_of(target.model) + proposer.nbytes
 
 
 def test_a_text_that_differs_and_a_category_that_loops_are_told(script: ModuleType) -> None:

@@ -1,5 +1,7 @@
 """Fetch a real model, let it answer questions in all decoding modes, and show the gain of each mode.
 
+In the mode `again`, everything drafts that eagle-serve has, and the same questions were answered before.
+
     python checkpoints/scripts/real.py --output out/real
 
 The model is SmolLM2-135M-Instruct. On the first run, make_real_model.py fetches, checks and converts it. Writes
@@ -13,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -27,12 +29,15 @@ from eagle_mlx.files import check_file, write_whole
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
+from eagle_mlx.proposers.ngram import MIN_NGRAM
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import measure, tolerance_for
-from eagle_mlx.serve.bench.modes import BenchModels, Mode, build_modes
+from eagle_mlx.serve.bench.modes import BenchModels, EngineMode, Mode, build_modes
 from eagle_mlx.serve.bench.options import BenchConfig
 from eagle_mlx.serve.bench.report import BenchRun
-from eagle_mlx.serve.prompts import read_questions
+from eagle_mlx.serve.prompts import Question, read_questions
+from eagle_mlx.serve.speculation import MemoryOptions, Speculation
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME
@@ -54,7 +59,9 @@ MAX_TOKENS = 40
 
 Plain decoding in float32 has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once to time the first token.
 """
-_COLOURS = {"ngram": "#e69f00", "eagle": "#009e73", "hybrid": "#0072b2"}
+AGAIN = "again"
+"""The mode with a memory of earlier texts, when the same questions are asked a second time."""
+_COLOURS = {"ngram": "#e69f00", "eagle": "#009e73", "hybrid": "#0072b2", AGAIN: "#56b4e9"}
 TURN = 8
 """Tokens after which modes change over, as in this project's other figures: a machine's speed varies."""
 
@@ -102,6 +109,25 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
         for nodes in TREES:
             modes += build_modes(models, ["eagle"], [1], [levels_for(nodes)], nodes=[nodes])
     return modes
+
+
+def remembering(
+    target: em.Target, head: DraftHead | None, questions: Sequence[Question], max_tokens: int
+) -> EngineMode:
+    """Return a mode with the head, if there is one, and n-grams over all texts, after its answers to the questions."""
+    [mode] = build_modes(BenchModels(target), ["ngram"], [1], [MOST_TOKENS], ["throughput"])
+    assert isinstance(mode, EngineMode)
+    ngrams = em.NgramProposer(min_ngram=1 if head is None else MIN_NGRAM, memory=em.Memory())
+    proposer = ngrams if head is None else em.HybridProposer(em.HeadProposer(head), ngrams)
+    settings = Speculation(num_tokens=MOST_TOKENS)
+    mode.engine = settings.engine(target, proposer, MemoryOptions(), max_batch=1, clock=mode.clock)
+    mode.weights += proposer.nbytes
+    for question in questions:
+        answers = list[str]()
+        while len(answers) <= len(question.later):
+            prompt = question.encode(target, answers)
+            answers.append(mode.engine.generate(prompt, SamplingParams(max_tokens=max_tokens)).text)
+    return mode
 
 
 def figures(runs: Sequence[BenchRun]) -> dict[str, object]:
@@ -157,15 +183,17 @@ def run(args: argparse.Namespace) -> bool:
     if head_folder is not None:  # the included head is known to fit
         head = em.load_head(head_folder, target, check=head_folder != HEAD)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1, turn=TURN)
-    modes = modes_of(target, head)
+    modes = [*modes_of(target, head), remembering(target, head, questions, config.max_tokens)]
     report_file, picture = prepare(args.output)
 
     title(f"2 of 3: {len(questions)} questions of {source}, decoded in every way")
-    runs = measure(target, modes, questions, config)
+    *runs, again = measure(target, modes, questions, config)
+    runs.append(replace(again, mode=AGAIN))
     main, tolerance = figures(runs), tolerance_for(target)
     about_head = {"head": str(head_folder), "head_sha256": hub.weights_digest(head_folder)} if head_folder else {}
     content = {
         **main,
+        "speedup_again": again.ratio_to_mlx_lm,
         "target": target.name,
         **about_head,
         "prompts": str(source),

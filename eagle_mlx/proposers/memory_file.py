@@ -92,7 +92,7 @@ def identity(target: Target) -> str:
 
 def _united(older: Remembered, newer: Remembered) -> Remembered:
     """Return the texts of both, those that only the older has first."""
-    united = dict(older | newer)
+    united = {**older, **newer}
     for name in older.keys() & newer.keys():
         here = {text.tobytes() for text in _split(newer[name])}
         missing = [text for text in _split(older[name]) if text.tobytes() not in here]

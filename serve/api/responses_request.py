@@ -308,14 +308,13 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
-    reasoning = body.reasoning or Reasoning()
-    effort = reasoning.effort
+    effort = body.reasoning.effort if body.reasoning is not None else None
     fields: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
         "tool_choice": _choice(body.tool_choice),
         "reasoning_effort": None if effort == "none" else effort,
-        "thinking_budget": reasoning.max_tokens,
+        "thinking_budget": body.reasoning and body.reasoning.max_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,
