@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import eagle_mlx as em
 from eagle_mlx import blas
 from eagle_mlx.errors import loading
+from eagle_mlx.extras import require
 from eagle_mlx.request import Chunk, Prompt, draft_runs, encode
 from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import AT_LEAST_0, Group, setting
@@ -92,6 +93,8 @@ class DecodingOptions(Group):
 
         from .remembered import remember
 
+        if self.thinking_budget is not None:
+            require("--thinking-budget", "serve")
         self.say(f"blas: {blas.activate()}")
         name, speculation = self.speculation.for_target(self.target)
         with loading(name):

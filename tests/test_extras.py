@@ -135,12 +135,13 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     [
         (["pydantic"], {"eagle-train --target missing": ("pydantic", "eagle-train")}),
         (
-            ["wandb", "matplotlib", "datasets"],
+            ["wandb", "matplotlib", "datasets", "llguidance"],
             {
                 "eagle-train --target missing --wandb": ("wandb", "--wandb"),
                 "eagle-train report checkpoints/head --plot x.png": ("matplotlib", "eagle-train report --plot"),
                 "eagle-bench --plot x.png": ("matplotlib", "eagle-bench --plot"),
                 "eagle-data inspect owner/name": ("datasets", "owner/name"),
+                "eagle-generate x --target missing --thinking-budget 5": ("llguidance", "--thinking-budget"),
             },
         ),
     ],

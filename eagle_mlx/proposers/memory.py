@@ -33,8 +33,7 @@ class Memory:
         self.limit = nbytes
         self.nbytes = 0
         """Bytes of all texts."""
-        self.added = 0
-        """How many texts were added."""
+        self.added = 0  # how many texts
         self._texts: dict[str | None, Texts] = {}
         """By the hash of the namespace, whose name may contain what a client keeps secret."""
         self._lock = Lock()

@@ -16,7 +16,6 @@ _OPENING, _ENDED = -1, -2
 """States of an answer; while it thinks, its state is the number of tokens of the thought."""
 _LONGEST_OPENING = 64
 """Tokens of an answer in which its thought must begin, blanks included."""
-_FOREVER = 1 << 30
 
 
 def with_budget(
@@ -65,7 +64,7 @@ class BudgetedThought:
         if self._inner is not None:
             return 0
         state = self._states[-1]
-        return _FOREVER if state == _ENDED else max(0, self._most - max(state, 0))
+        return 1 << 30 if state == _ENDED else max(0, self._most - max(state, 0))
 
     def mask(self) -> mx.array:
         allowed = self._inner.mask() if self._inner is not None else mx.ones(self._vocab, mx.bool_)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,11 +18,13 @@ from eagle_mlx.request_state import AHEAD
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.serve.chat import ChatFormat, Grammars, with_budget
 from eagle_mlx.serve.chat.tools import AnswerStates
+from eagle_mlx.serve.generate import main as generate
+from eagle_mlx.serve.terminal_chat import main as chat
 from tests.eagle_mlx.heads import PROPOSERS
-from tests.fakes import tiny_target
+from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import diagonal
 from tests.serve.api.live import Live, live, loaded_format
-from tests.serve.chat.formats import SCHEMA, VOCAB, format_of, target_of
+from tests.serve.chat.formats import SCHEMA, VOCAB, format_of, target_of, with_format
 
 TARGET, FORMAT = em.Target(tiny_target(vocab=VOCAB).model, target_of("thinking").tokenizer), format_of("thinking")
 SPELLED = ChatFormat(target_of("plain").tokenizer, AnswerStates("<think>", "</think>"), None)
@@ -209,3 +214,19 @@ def test_a_servers_budget_is_for_requests_that_set_none(server: Live) -> None:
 def test_a_negative_budget_is_refused(server: Live) -> None:
     answer = server.http.post("/v1/chat/completions", json={**CHAT, "thinking_budget": -1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
+
+
+def test_the_commands_limit_each_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(with_format(tiny_target_folder(tmp_path / "target"), "deepseek", tmp_path / "thinker"))
+    usual = ["--target", folder, "--quiet", "--spec-decode", "ngram", "--max-tokens", "24", "--thinking-budget", "6"]
+    rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in ("hi", "def f(x):")]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand then?\n"))
+    texts = []
+    for command, args in ((generate, ["hi"]), (generate, ["--file", str(tmp_path / "prompts.jsonl")]), (chat, [])):
+        assert command([*usual, *args]) == 0
+        texts += capsys.readouterr().out.splitlines() if "--file" in args else [capsys.readouterr().out]
+    assert ["</think>" in text for text in texts] == [True] * 4
+    assert texts[-1].count("</think>") == 2  # two turns
