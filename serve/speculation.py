@@ -40,6 +40,8 @@ _OF_EMA = (
     *("disable_by_batch_size", "acceptance_rate_threshold", "acceptance_rate_ema_alpha"),
     *("adaptive_k", "dynamic_spec_decode"),
 )
+DRAFT_WINDOW = "the head sees only the newest N tokens of a text; 0 for all (default: as it was trained)"
+DRAFT_SINK = "with a draft window: the head also sees the first S tokens (default: 4; 0 if trained with a window)"
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
 THINKING = "tokens of thought, after which its end tag is forced (default: no limit)"
 IN_MEMORY = Limit(
@@ -92,6 +94,8 @@ class Speculation(Group):
         also=("eagle_head_path",),
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
+    draft_window: int | None = setting(None, DRAFT_WINDOW, AT_LEAST_0)
+    draft_sink: int | None = setting(None, DRAFT_SINK, AT_LEAST_0, metavar="S")
     num_tokens: int | None = setting(
         None,
         "draft tokens per round, at most 20; the maximum if the policy adapts, which n-grams with a model may double; "
@@ -175,9 +179,11 @@ class Speculation(Group):
         ema, has_model = self.policy == "acceptance-ema", self.draft_model is not None
         ignored = [flag(name) for name in _OF_EMA if self.value(name) != find(Speculation, name).default]
         named_head = None if self.head == NO_HEAD else self.head
-        needs = {"--head": (named_head, _HEADS), "--head-bits": (self.head_bits, _HEADS)}
+        of_head = {"--head-bits": self.head_bits, "--draft-window": self.draft_window, "--draft-sink": self.draft_sink}
+        needs = {name: (given, _HEADS) for name, given in {"--head": named_head, **of_head}.items()}
         needs["--draft-model"] = (self.draft_model, ("draft",))
         unused = [name for name, (given, modes) in needs.items() if given and self.mode not in (None, "none", *modes)]
+        headless = [name for name, given in of_head.items() if given and (self.head == NO_HEAD or has_model)]
         low, high = self.ngram_min, self.ngram_max
         for wrong, message in (
             (low and high and low > high, f"--ngram-min {low} is more than --ngram-max {high}"),
@@ -186,7 +192,7 @@ class Speculation(Group):
             (self.mode == "draft" and not has_model, "--spec-decode draft needs a --draft-model"),
             (has_model and named_head, "--head and --draft-model cannot be combined; give one of them"),
             (unused, f"--spec-decode {self.mode} does not use {', '.join(unused)}; leave one of the two out"),
-            (self.head_bits and (self.head == NO_HEAD or has_model), "--head-bits needs a --head"),
+            (headless, f"{', '.join(headless)} needs a --head"),
             (self.draft_bits and not has_model, "--draft-model-quantize needs a --draft-model"),
             (self.memory_texts and (self.no_memory or not self.memory_mb), "--memory needs a memory; leave it out"),
         ):
@@ -279,7 +285,8 @@ class Speculation(Group):
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
-            proposer = em.HeadProposer(load_head(self.head, target, self.head_bits))
+            head = load_head(self.head, target, self.head_bits)
+            proposer = em.HeadProposer(head, self.draft_window, self.draft_sink)
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} has the mode {proposer.name}; leave the flag out")
             return proposer
@@ -383,5 +390,5 @@ def load_proposer(
     if speculation.mode is not None:
         raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}; give --head")
     say(f"head: none found for {target.name}; n-grams draft when that is faster (for other ways, see docs/heads.md)")
-    ngrams = replace(speculation, head=None, head_bits=None, mode="ngram")
+    ngrams = replace(speculation, head=None, head_bits=None, draft_window=None, draft_sink=None, mode="ngram")
     return ngrams, ngrams.proposer(target)

@@ -97,12 +97,16 @@ class RaggedKV:
                 return "causal"
         return self.lengths.mask(count)
 
+    def seen(self, count: int) -> mx.array | None:
+        """Return the entries that a draft window shows to the next `count` positions; None for all."""
+        return None
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [B, heads, L, D] after each row's length; return all that the mask covers, [B, heads, upper + L, D]."""
         rows, count = keys.shape[0], keys.shape[2]
         end = self.lengths.upper + count
-        self.keys = self._written(room(self.keys, keys, rows, end, self._most), keys)
-        self.values = self._written(room(self.values, values, rows, end, self._most), values)
+        self.keys = self._written(room(self.keys, keys, rows, end, self.most), keys)
+        self.values = self._written(room(self.values, values, rows, end, self.most), values)
         self._fetched = rows, end
         return self.keys_and_values()
 
@@ -145,8 +149,8 @@ class RaggedKV:
             return
         end = self._used(other.lengths.upper) if other.state else 0
         slots = max(1, end, self._used(self.lengths.upper))
-        self.keys = room(self.keys, like.keys, mine + theirs, slots, self._most)
-        self.values = room(self.values, like.values, mine + theirs, slots, self._most)
+        self.keys = room(self.keys, like.keys, mine + theirs, slots, self.most)
+        self.values = room(self.values, like.values, mine + theirs, slots, self.most)
         for buffer, new in zip(self.state, other.state, strict=False):
             buffer[mine : mine + theirs, :, :end] = new[:theirs, :, :end]
         self._zero(slice(mine, mine + theirs), end)
@@ -155,7 +159,7 @@ class RaggedKV:
         return length
 
     @property
-    def _most(self) -> int | None:
+    def most(self) -> int | None:
         """The most slots that a buffer can use; None if there is no limit."""
         return None
 
@@ -163,7 +167,7 @@ class RaggedKV:
         """Free the memory of rows that left, if it is worth a copy; return the new buffers."""
         before, slots = self.state, max(1, self._used(self.lengths.upper))
         if before:
-            self.keys, self.values = (shrunk(x, self.lengths.rows, slots, self._most) for x in before)
+            self.keys, self.values = (shrunk(x, self.lengths.rows, slots, self.most) for x in before)
         return [new for old, new in zip(before, self.state, strict=True) if new is not old]
 
     def remove(self, row: int, last: Self | None) -> None:

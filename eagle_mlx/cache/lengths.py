@@ -52,6 +52,8 @@ class RowLengths:
         self.valid: mx.array | None = None
         """[B] int32: each row's real entries in the next forward, if they are known beforehand and differ."""
         self.branches: Branches | None = None  # the tree of the next forward's positions; None if they are a chain
+        self.dropped = [0] * rows  # each row's entries that were removed after its sink; its later positions count them
+        self.drafted: int | None = None  # entries that the current draft has written; None outside of drafts
         self._offset: mx.array | None = None
         self._memo: dict[tuple[str | int, ...], mx.array] = {}
 
@@ -79,6 +81,7 @@ class RowLengths:
         self._offset = None if self.uniform else self.offset + count
         most = count if isinstance(count, int) else at_most
         assert most is not None
+        self.drafted = None if self.drafted is None else self.drafted + most
         self.upper += most
         self.bounds = [bound + most for bound in self.bounds]
 
@@ -91,13 +94,26 @@ class RowLengths:
         if self.uniform:
             self._offset = None
 
+    def drop(self, counts: Sequence[int]) -> None:
+        """Remove `counts` entries of each row, whose exact lengths the host knows. Positions stay as they are."""
+        self.dropped = [old + count for old, count in zip(self.dropped, counts, strict=True)]
+        lengths = [bound - count for bound, count in zip(self.bounds, counts, strict=True)]
+        self._offset = mx.array(lengths, mx.int32)
+        self.sync(lengths)
+
     def save(self) -> SavedLengths:
         return self.upper, self.bounds, self.uniform, self._offset
+
+    def begin_draft(self) -> SavedLengths:
+        """Return the lengths to restore after a draft. A draft window ends at these lengths until then."""
+        self._memo.clear()
+        self.drafted = 0
+        return self.save()
 
     def restore(self, state: SavedLengths) -> None:
         """Return to saved lengths; later entries are masked and will be overwritten."""
         self._memo.clear()
-        self.branches = None
+        self.branches = self.drafted = None
         self.upper, self.bounds = state[:2]
         self.uniform, self._offset = state[2:]
 
@@ -106,7 +122,7 @@ class RowLengths:
         offset = mx.concatenate([self.offset, other.offset])
         self.uniform = self.uniform and other.uniform and (self.upper == other.upper or not self.rows)
         self.rows, self.upper = self.rows + other.rows, max(self.upper, other.upper)
-        self.bounds = [*self.bounds, *other.bounds]
+        self.bounds, self.dropped = [*self.bounds, *other.bounds], [*self.dropped, *other.dropped]
         self._offset = None if self.uniform else offset
 
     def remove(self, row: int) -> None:
@@ -114,7 +130,7 @@ class RowLengths:
         self._memo.clear()
         self._offset = None if self.uniform else without_row(self.offset, row)
         self.rows -= 1
-        self.bounds = swap_removed(self.bounds, row)
+        self.bounds, self.dropped = swap_removed(self.bounds, row), swap_removed(self.dropped, row)
         self.upper = max(self.bounds, default=0)
 
     def _once(self, key: tuple[str | int, ...], compute: Callable[[], mx.array]) -> mx.array:

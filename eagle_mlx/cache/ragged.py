@@ -172,11 +172,18 @@ class RaggedCache(Sequence[Any]):
         # Until a smaller copy is computed, it refers to the larger buffer.
         mx.async_eval([x for part in self.buffered for x in part.fit()])
 
+    def drop(self, counts: Sequence[int]) -> None:
+        """Remove `counts` entries of each row after the sink of a draft window."""
+        for part in self.parts:
+            part.drop(counts)
+        self.lengths.drop(counts)
+
     def fork(self, row: int, length: int) -> RaggedCache:
         """Return a cache with the first `length` positions of one row, at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
         lengths.sync([length])
+        lengths.dropped = [self.lengths.dropped[row]]
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 
@@ -225,7 +232,7 @@ class CacheSize:
     """Bytes that the caches of a batch need, by the number of rows and the longest of them."""
 
     position: int = 0  # per row and position, over all layers of full attention
-    windows: tuple[tuple[int, int], ...] = ()  # for each sliding-window layer, its slots and the bytes per row and slot
+    windows: tuple[tuple[int, int], ...] = ()  # for each layer with a window, its slots and the bytes per row and slot
     row: int = 0  # per row of any length: recurrent and convolutional states
 
     @classmethod
@@ -233,12 +240,12 @@ class CacheSize:
         """Compute the size from one row's cache that has read something, or is about to; only shapes are needed."""
         position, windows, row = 0, [], 0
         for part in cache.parts:
-            if isinstance(part, RaggedWindow):
-                windows.append((part.ring, _slot_bytes(part.state)))
-            elif isinstance(part, RaggedKV):
-                position += _slot_bytes(part.state)
-            else:
+            if not isinstance(part, RaggedKV):
                 row += sum(x.nbytes for x in part.state)
+            elif part.most is not None:
+                windows.append((part.most, _slot_bytes(part.state)))
+            else:
+                position += _slot_bytes(part.state)
         return cls(position, tuple(windows), row)
 
     def nbytes(self, rows: int, longest: int) -> int:

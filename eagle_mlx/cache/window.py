@@ -104,7 +104,7 @@ class RaggedWindow(RaggedKV):
         return min(length, self.ring)
 
     @property
-    def _most(self) -> int:
+    def most(self) -> int:
         return self.ring
 
     def append(self, other: RaggedKV) -> None:

@@ -13,7 +13,7 @@ from eagle_mlx import hub
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, loading
 from eagle_mlx.formats.tensors import HeadFolder, check_floating
 from eagle_mlx.heads import block, eagle, eagle3, mtp
-from eagle_mlx.heads.base import DraftHead, Format, HeadBase, HeadKind
+from eagle_mlx.heads.base import DRAFT_WINDOW, DraftHead, Format, HeadBase, HeadKind
 from eagle_mlx.target import Target
 
 # Kinds that name themselves come before those that are recognized by their tensors.
@@ -43,10 +43,19 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
         layout = layout_of(files)[1]
         check_floating(folder, files.tensors)
         head: DraftHead = layout.load(files)
+    head.draft_window = _draft_window(files)
     if target is not None:
         check_fit(head, target)
         head.attach(target)
     return head
+
+
+def _draft_window(files: HeadFolder) -> int | None:
+    """Return the window that a head was trained with. Raises CheckpointError if it is not a size."""
+    size = (files.config.get("eagle_mlx") or {}).get(DRAFT_WINDOW)
+    if size is not None and (type(size) is not int or size < 1):
+        raise CheckpointError(f"{files.file} sets eagle_mlx.{DRAFT_WINDOW} to {size!r}; it must be a number above 0")
+    return size
 
 
 def layout_of(files: HeadFolder) -> tuple[HeadKind, Format]:

@@ -21,6 +21,8 @@ from eagle_mlx.target import Target
 Mask = mx.array | str | None
 Config = TypeVar("Config", bound=Any)
 """A dataclass with at least `hidden_size`, `vocab_size`, `own_embedding` and `quantization`."""
+DRAFT_WINDOW = "draft_window"
+"""Key of `HeadBase.draft_window` under `eagle_mlx` in a config."""
 SERVERS = ("vLLM", "SGLang")  # the readers of layouts that are servers, and that model cards name
 
 
@@ -34,6 +36,7 @@ class HeadBase(nn.Module, Generic[Config]):
     config: Config  # replacing it changes what the head does, such as which output it feeds back, but not its weights
     _target: Target | None = None
     embed_tokens: nn.Embedding  # only if the head has its own embedding
+    draft_window: int | None = None  # positions of the text that its drafts saw in training, if not all
 
     def __init__(self, config: Config, d2t: mx.array | None = None):
         """`d2t` [draft_vocab_size]: target id minus draft id for each draft id; None if the vocabularies are equal."""

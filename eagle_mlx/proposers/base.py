@@ -35,6 +35,9 @@ class Observation:
     """The outputs of the proposer's aux layers at these positions, each [B, L, H], right-padded."""
 
 
+DROPPED = 2  # the mark of a position whose entry a draft window has left behind
+
+
 class StatePiece(Protocol):
     """A proposer's cached state for consecutive positions of a row."""
 
@@ -50,7 +53,7 @@ class HeadPiece:
     """A head's cache entries for consecutive positions of a row. The disk tier can save them."""
 
     entries: KVPiece
-    marks: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
+    marks: bytes  # for each position: 1 if it has an entry, 0 if the head has not read it, or DROPPED
 
     @property
     def arrays(self) -> list[mx.array]:

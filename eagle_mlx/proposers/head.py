@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
 from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache.draft_window import DraftWindow
 from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import HeadError
+from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
@@ -20,10 +22,28 @@ from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
+
+SINK = 4
+"""Entries at the start of a text that a head keeps if it was not trained with a window. Source: Xiao et al. 2023."""
+
+
+def window_of(head: DraftHead, size: int | None, sink: int | None) -> DraftWindow | None:
+    """Return the draft window of a head, None for the whole text; arguments as in `HeadProposer`."""
+    given = [value for value in (size, sink) if value is not None]
+    if any(value < 0 for value in given):
+        raise ConfigError(f"draft_window and draft_sink must be at least 0, not {min(given)}")
+    size = head.draft_window if size is None else size
+    if not size:
+        if sink:
+            raise ConfigError("draft_sink keeps entries before a draft window; set draft_window, too")
+        return None
+    if any(getattr(head.config, "windows", ())):
+        raise ConfigError("this head's layers have sliding windows of their own, so it takes no draft_window")
+    return DraftWindow(size, (0 if head.draft_window else SINK) if sink is None else sink)
 
 
 class HeadProposer(Proposer):
@@ -31,7 +51,13 @@ class HeadProposer(Proposer):
 
     movable = True
 
-    def __init__(self, head: DraftHead):
+    def __init__(self, head: DraftHead, draft_window: int | None = None, draft_sink: int | None = None):
+        """Draft with a head that sees the first `draft_sink` and the newest `draft_window` entries of a text.
+
+        `draft_window`: 0 for the whole text; by default, the window that the head was trained with, if any. Raises
+        ConfigError if the head's layers have windows of their own.
+        """
+        self.draft_window = window_of(head, draft_window, draft_sink)
         self.head: DraftHead = head  # once bound, a copy in the target's dtype if the dtypes differ
         self.name = next((kind.mode for kind in KINDS.values() if isinstance(head, kind.head_class)), "eagle")
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
@@ -65,6 +91,10 @@ class HeadProposer(Proposer):
         state, marks = HeadState(self, 1), bytearray(b"".join(piece.marks for piece in ours)[:length])
         state._marks = [marks]
         state.cache = state.cache.joined([piece.entries for piece in ours], marks.count(1))
+        if self.draft_window is not None:
+            state.cache.lengths.dropped = [marks.count(DROPPED)]
+            before_gap = marks.count(1, 0, marks.rfind(DROPPED) + 1)  # a sink, or the window of a shorter text, too
+            state._drop(self.draft_window, [max(0, before_gap - self.draft_window.sink)])
         return state
 
     @property
@@ -123,7 +153,8 @@ class HeadState(ProposerState):
     def __init__(self, proposer: HeadProposer, rows: int):
         self.proposer, self.head = proposer, proposer.head
         self.target = proposer.target
-        self.cache = RaggedCache(self.head.cache_layers, rows)
+        layers, window = self.head.cache_layers, proposer.draft_window
+        self.cache = RaggedCache(layers, rows) if window is None else window.cache(layers, rows)
         self._marks = [bytearray() for _ in range(rows)]  # as in `HeadPiece`, for each row
         self._pending: _Pending | None = None
         self._in_prompts = False  # whether the pending positions belong to prompts
@@ -180,9 +211,21 @@ class HeadState(ProposerState):
         for marks, count in zip(self._marks, counts, strict=True):
             marks.extend(b"\1" * count)
         self.cache.lengths.sync([marks.count(1) for marks in self._marks])
+        window, bounds = self.proposer.draft_window, self.cache.lengths.bounds
+        if window is not None and max(bounds) > window.most:
+            self._drop(window, [max(0, bound - window.kept) for bound in bounds])
         if self._in_prompts:
             mx.async_eval(self.hidden, self.cache.state)
             self._in_prompts = False
+
+    def _drop(self, window: DraftWindow, counts: Sequence[int]) -> None:
+        """Drop the oldest `counts` entries of each row after its sink."""
+        if any(counts):
+            for marks, count in zip(self._marks, counts, strict=True):
+                present = np.flatnonzero(np.frombuffer(marks, np.uint8) == 1)
+                for position in present[window.sink : window.sink + count].tolist():
+                    marks[position] = DROPPED
+            self.cache.drop(counts)
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
         if isinstance(self.head, BlockHead):
@@ -193,7 +236,9 @@ class HeadState(ProposerState):
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if isinstance(self.head, BlockHead | PEagleHead):
             self._read_pending()
+            committed = self.cache.lengths.begin_draft()
             draft = self._block(self.head, plan.depth, sampling, positions).draft(plan)
+            self.cache.lengths.restore(committed)
             return replace(draft, lengths=mx.minimum(draft.lengths, self._counts(draft.tokens.shape[1])))
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
@@ -214,7 +259,7 @@ class HeadState(ProposerState):
 
     def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
         self._read_pending()
-        committed = self.cache.lengths.save()
+        committed = self.cache.lengths.begin_draft()
         hidden = self.hidden
 
         def forward(token: mx.array | None) -> mx.array:
@@ -240,7 +285,7 @@ class HeadState(ProposerState):
             tokens, tree = side_branch_tree(scores.levels, nodes, shape.children, self.head.token_ids)
         else:
             self._read_pending()
-            committed = self.cache.lengths.save()
+            committed = self.cache.lengths.begin_draft()
             tokens, tree = grow_tree(
                 self.head,
                 self.cache,

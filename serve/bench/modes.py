@@ -213,6 +213,8 @@ class BenchModels:
     prior: bool = False
     """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    """The head's draft window and sink; None for those of its training."""
 
     def new_proposer(self, name: ModeName) -> Proposer | None:
         """Return what drafts in a mode; None for plain. A hybrid prefers the head to the draft model.
@@ -222,7 +224,7 @@ class BenchModels:
         if name in ("plain", "ngram"):
             return NgramProposer() if name == "ngram" else None
         if name in USE_HEAD and self.head is not None:
-            model: HeadProposer | DraftModelProposer = HeadProposer(self.head)
+            model: HeadProposer | DraftModelProposer = HeadProposer(self.head, *self.window)
         elif name in ("draft", "hybrid") and self.draft is not None:
             model = DraftModelProposer(self.draft)
         else:

@@ -92,6 +92,8 @@ class BenchOptions(Group):
         "random is the worst case",
     )
     head_bits: speculation.HeadBits | None = setting(None, speculation.HEAD_BITS)
+    draft_window: int | None = setting(None, speculation.DRAFT_WINDOW, AT_LEAST_0)
+    draft_sink: int | None = setting(None, speculation.DRAFT_SINK, AT_LEAST_0, metavar="S")
     draft_model: str | None = setting(
         None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL", also=("draft_model_path",)
     )

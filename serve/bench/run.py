@@ -52,7 +52,8 @@ def bench(options: BenchOptions, command: str) -> int:
     if draft is not None:
         print(f"draft model: {draft.name}")
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
-    models = BenchModels(target, head, draft, options.memory, options.prior or options.race is not None, stock)
+    prior, window = options.prior or options.race is not None, (options.draft_window, options.draft_sink)
+    models = BenchModels(target, head, draft, options.memory, prior, stock, window)
     depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policies),)
     if options.race is not None:
         return _race(options, models, modes, depth, questions[0])
@@ -77,6 +78,8 @@ def bench(options: BenchOptions, command: str) -> int:
             "head_sha256": None if head_name in (None, RANDOM) else hub.weights_digest(hub.resolve(head_name)),
             "head_quantization": quantization_of(head) if head is not None else None,
             "filler": options.filler or 0,
+            "draft_window": options.draft_window,
+            "draft_sink": options.draft_sink,
             **options.measuring.flat(),
             "tolerance": tolerance,
             "runs": list(map(asdict, runs)),

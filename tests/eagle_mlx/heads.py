@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from eagle_mlx.cache.draft_window import DraftWindow
 from eagle_mlx.formats.tensors import HeadFolder
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
@@ -158,8 +159,18 @@ IN_BLOCKS: dict[str, Callable[[Target], DraftHead]] = {
     "peagle": PARALLEL["peagle"],
 }
 """A head of each kind that drafts a whole block, for the suites of requests that come, go, fail and continue."""
+
+
+def windowed(head: DraftHead) -> HeadProposer:
+    """Return a proposer whose head sees the first token and the newest six."""
+    proposer = HeadProposer(head)
+    proposer.draft_window = DraftWindow(6, 1, slack=8)
+    return proposer
+
+
 WITH_HEADS: dict[str, Callable[[Target], HeadProposer | HybridProposer]] = {
     "head": lambda t: HeadProposer(tiny_head(t)),
+    "head, window": lambda t: windowed(tiny_head(t)),
     "head, n-grams": lambda t: HybridProposer(HeadProposer(tiny_head(t)), NgramProposer()),
     "dflash, windows": lambda t: HeadProposer(IN_BLOCKS["dflash, windows"](t)),
     "dspark": lambda t: HeadProposer(IN_BLOCKS["dspark"](t)),

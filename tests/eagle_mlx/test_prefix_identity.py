@@ -205,11 +205,15 @@ def test_an_identity_depends_on_each_fact_of_a_proposer_that_reads_hidden_states
     proposers = [None, *map(em.HeadProposer, (head, other_weights, other_config))]
     renamed = em.HeadProposer(head)
     renamed.name = "another"
-    proposers += [renamed, DeeperProposer(head)]
+    windowed = [em.HeadProposer(head, size, sink) for size, sink in ((64, 0), (64, 4))]
+    hybrid = em.HybridProposer(em.HeadProposer(head), em.NgramProposer())
+    proposers += [renamed, DeeperProposer(head), *windowed]
+    for proposer in (*proposers[1:], hybrid):
+        proposer.bind(TARGET)
     identities = [identity(TARGET, proposer, None) for proposer in proposers]
-    assert identity(TARGET, em.HybridProposer(em.HeadProposer(head), em.NgramProposer()), None) == identities[1]
+    assert identity(TARGET, hybrid, None) == identities[1]
     monkeypatch.setattr(sys.modules[type(head).__module__], "__file__", __file__)
-    identities.append(identity(TARGET, em.HeadProposer(head), None))
+    identities.append(identity(TARGET, proposers[1], None))
     assert len(set(identities)) == len(identities)
 
 

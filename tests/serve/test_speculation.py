@@ -12,6 +12,7 @@ import mlx.nn as nn
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.cache.draft_window import DraftWindow
 from eagle_mlx.catalog import embedded
 from eagle_mlx.command import read
 from eagle_mlx.errors import ConfigError, EagleError
@@ -124,6 +125,9 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("--head-bits 4 --head none", "--head-bits needs a --head"),
         ("--head-bits 4 --draft-model D", "--head-bits needs a --head"),
         ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use --head-bits"),
+        ("--draft-window 64 --head none", "--draft-window needs a --head"),
+        ("--draft-window 64 --spec-decode ngram", "--spec-decode ngram does not use --draft-window"),
+        ("--draft-window 64 --draft-sink 4 --draft-model D", "--draft-window, --draft-sink needs a --head"),
         ("--num-speculative-tokens -1", "between 0 and 20"),
         ("--speculative-config '{'", "not JSON"),
         ("--speculative-config '[]'", "must be an object"),
@@ -224,6 +228,14 @@ def test_head_bits_apply_to_the_embedded_head_too() -> None:
     _, speculation = read(Speculation, ["--head-bits", "8"], "test", "").for_target(None)
     assert speculation.head is not None
     assert speculation.head_bits == 8
+
+
+def test_a_draft_window_reaches_the_head() -> None:
+    flags = ["--draft-window", "64", "--draft-sink", "2", "--no-ngram"]
+    model, speculation = read(Speculation, flags, "test", "").for_target(None)
+    proposer = speculation.proposer(em.load_target(model))
+    assert isinstance(proposer, em.HeadProposer)
+    assert proposer.draft_window == DraftWindow(64, 2)
 
 
 def test_unknown_head_bits_are_refused_with_the_choices() -> None:

@@ -257,7 +257,8 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
     }
     if proposer is not None and proposer.aux_layers:
         head = _facts_of(proposer.head) if proposer.head is not None else {}
-        facts["proposer"] = {"name": proposer.name, "layers": list(proposer.aux_layers), **head}
+        kept = {"layers": list(proposer.aux_layers), "windows": proposer.cache_size().windows}
+        facts["proposer"] = {"name": proposer.name, **kept, **head}
     return hashlib.blake2s(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

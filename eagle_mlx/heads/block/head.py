@@ -75,16 +75,22 @@ class BlockHead(HeadBase[BlockConfig]):
         embeddings [B, b, H] of the newest token and mask tokens; g [B, L, H], the context's features at positions
         0..L-1, not read if there is a cache. `mask` is not used. Returns [B, b, H], normed.
         """
-        start: int | mx.array = g.shape[1]
-        longest = g.shape[1]
-        if cache is not None:
-            start, longest = cache[0].offset, cache[0].lengths.upper
-        masks: dict[BlockAttention, mx.array | None] = {}
         slots, x = embeddings.shape[1], embeddings
+        longest = g.shape[1]
+        start: int | mx.array = longest
+        context, seen = start, None
+        if cache is not None:
+            lengths = cache[0].lengths
+            start, longest, seen = cache[0].offset, lengths.upper, cache[0].seen(slots)
+            context = longest if lengths.uniform else lengths.offset
+        masks: dict[BlockAttention, mx.array | None] = {}
         for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
             sees = self.config.sees(index)
             if sees not in masks:
-                masks[sees] = sees.mask(start, longest, slots)
+                own = sees.mask(context, longest, slots)
+                if seen is not None:
+                    own = seen if own is None else own & seen
+                masks[sees] = own
             past = layer.self_attn.context(g, 0) if kept is None else kept
             x = layer(x, masks[sees], past, start)
         out: mx.array = self.norm(x)
