@@ -44,6 +44,9 @@ class HeadConfig(Group):
     lora_rank: int | None = open_number("with --init-from: rank of LoRA adapters, merged into the head; 0 for none")
     draft_vocab: int | None = open_number("size of the draft vocabulary; with --init-from, 0 keeps the head's own")
     aux_layers: tuple[int, ...] | None = setting(None, _AUX_LAYERS, AT_LEAST_0, unset=())
+    window: int | None = open_number(
+        "newest positions of a text that drafts see, in training and in decoding; 0 for all, or as --init-from"
+    )
     layers: int | None = open_number(
         "decoder layers; more draft better but slower; all but the first start as copies of the target's; with "
         "--init-from, EAGLE-3 heads get more layers that add nothing at first"

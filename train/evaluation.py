@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent
@@ -28,6 +28,7 @@ COUNT = 3
 _ENOUGH, _FEWEST = 48, 8
 """Prompts of a measurement. With less than 48, the interval of τ is wider than the difference between checkpoints; 8
 decode together."""
+_LENGTHS = (512, 2048, 4096, 8192)  # the classes of prompts' lengths
 TIMES = 10
 """Maximum number of measurements during a run, unless the user sets it."""
 SHARE = 1 / 10
@@ -55,6 +56,8 @@ class Acceptance:
     seconds: float
     interval: float = 0.0
     """Half-width of the 95 % confidence interval of τ over prompts; 0 for fewer than two."""
+    by_context: dict[str, float] = field(default_factory=dict)
+    """τ by length of the prompts, if it differs much."""
 
 
 class Evaluator:
@@ -125,7 +128,18 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
         # τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, section 6.3).
         spread = sum((len(output.tokens) - length * output.rounds) ** 2 for output in outputs)
         interval = 1.96 * math.sqrt(spread * len(outputs) / (len(outputs) - 1)) / rounds
-    return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
+    by_context = by_length(outputs)
+    return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval, by_context)
+
+
+def by_length(outputs: Sequence[Output]) -> dict[str, float]:
+    """Return τ by the prompts' length in tokens; empty if all are in one class."""
+    classes: dict[str, list[Output]] = {}
+    for output in sorted(outputs, key=lambda output: output.prompt_tokens):
+        top = next((length for length in _LENGTHS if output.prompt_tokens <= length), None)
+        classes.setdefault("more" if top is None else f"up to {top:,}", []).append(output)
+    of_classes = {name: (sum(len(o.tokens) for o in of), sum(o.rounds for o in of)) for name, of in classes.items()}
+    return {name: n / rounds for name, (n, rounds) in of_classes.items() if rounds} if len(classes) > 1 else {}
 
 
 def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:

@@ -39,11 +39,14 @@ class UnrolledCache:
     which the query at index t attends only to the t-th. Index t of step j has position t + j.
     """
 
-    def __init__(self, segments: mx.array, past: Sequence[tuple[mx.array, mx.array]] = ()):
-        """segments [B, L] int32: indices do not attend to other segments. past: keys and values of earlier steps."""
+    def __init__(
+        self, segments: mx.array, past: Sequence[tuple[mx.array, mx.array]] = (), draft_window: int | None = None
+    ):
+        """segments [B, L] int32: indices do not attend to other segments. past: keys and values of earlier steps.
+        draft_window: the number of entries of step 0 that each index attends to in every step; None for all."""
         self.offset = len(past)
         """The current step, which is also the offset from indices to positions."""
-        self._segments = segments
+        self._segments, self._draft_window = segments, draft_window
         self._keys = [keys for keys, _ in past]
         self._values = [values for _, values in past]
 
@@ -62,6 +65,8 @@ class UnrolledCache:
         seen = (back >= self.offset) & (self._segments[:, :, None] == self._segments[:, None])
         if window_size is not None:
             seen = seen & (back < window_size)
+        if self._draft_window is not None:
+            seen = seen & (back - self.offset < self._draft_window)
         blocks = [seen]
         for step in range(1, self.offset + 1):
             inside = window_size is None or self.offset - step < window_size
@@ -86,7 +91,7 @@ def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = Fal
     def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:
         """Return the output, then each layer's keys and values. `past` has the keys and values of earlier steps."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
-        caches = [UnrolledCache(segments, pairs[layer::layers]) for layer in range(layers)]
+        caches = [UnrolledCache(segments, pairs[layer::layers], head.draft_window) for layer in range(layers)]
         padding = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
         following = mx.concatenate([embeddings[:, step + 1 :], padding], axis=1)[:, : embeddings.shape[1]]
         h = head(following, h, caches)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,9 @@ def test_outputs_are_taken_together() -> None:
     assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
     assert summarize([], 2).acceptance_length == 0.0
     assert summarize(outputs[:1], 3).interval == 0.0, "one prompt says nothing of others"
+    assert found.by_context == {}
+    longer = replace(outputs[1], prompt_tokens=4000)
+    assert summarize([longer, outputs[0]], 3).by_context == {"up to 512": 12 / 5, "up to 4,096": 8 / 5}
     assert found.interval == pytest.approx(1.96 * (2 * (2**2 + 2**2)) ** 0.5 / 10)
 
 

@@ -381,6 +381,13 @@ def test_without_a_report_the_card_shows_the_configs_steps_and_tokens(
     assert "| tokens | 56,789 |" in shown
 
 
+def test_the_card_shows_acceptance_by_length_of_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = head_folder(tmp_path / "run" / "best")
+    measured = {**FOUND, "by_context": {"up to 512": 2.31, "up to 2,048": 1.9}}
+    (folder.parent / "report.json").write_text(json.dumps({"steps": 12, "acceptance": {"best": measured}}))
+    assert "τ by tokens of the prompt: up to 512: 2.31, up to 2,048: 1.90." in dry(folder, capsys)
+
+
 @pytest.mark.parametrize(
     ("step", "said"), [(0, ", but no later head was better than this one, the start"), (8, ", this checkpoint after 8")]
 )

@@ -332,7 +332,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
 def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
     shape, more = (("--draft-vocab", "512"), ("--draft-vocab", "600")) if kind == "eagle3" else ((), ())
     first, second = tmp_path / "first", tmp_path / "second"
-    assert run(target, chats, first, "--head", kind, *shape) == 0
+    assert run(target, chats, first, "--head", kind, "--window", "24", *shape) == 0
     report = json.loads((first / "report.json").read_text())
     assert (report["kind"], report["started_from"], report["config"]["head"]) == (kind, None, kind)
     rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
@@ -343,11 +343,14 @@ def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path
     went_on = json.loads((second / "report.json").read_text())
     assert went_on["started_from"] == "last"
     before, began = report["acceptance"]["last"], went_on["acceptance"]["untrained"]
+    assert report["config"]["window"] == 24
     assert began["acceptance_length"] == pytest.approx(before["acceptance_length"], rel=0.2)
     assert f"{first / 'last'} had" in capsys.readouterr().out
     model: Target = load_target(str(target))
     for name in ("best", "last"):
-        assert kind_of(load_head(second / name, model)).name == kind
+        continued = load_head(second / name, model)
+        assert kind_of(continued).name == kind
+        assert continued.draft_window == 24
     if kind == "eagle3":
         assert load_head(second / "last", model).token_ids.shape == (600,)  # type: ignore[union-attr]
 

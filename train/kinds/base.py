@@ -286,6 +286,7 @@ def merged(head: Head) -> Head:
     plain: Head = made(head.config) if head.d2t is None else made(head.config, head.d2t)
     plain.load_weights(list(weights.items()))
     plain.attach(head.target)
+    plain.draft_window = head.draft_window
     return plain
 
 

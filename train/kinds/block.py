@@ -83,7 +83,10 @@ def unroll_blocks(head: BlockHead, inputs: Inputs, steps: int, recompute: bool =
     masks = mx.broadcast_to(mask_token, (b, count, config.block_size - 1, newest.shape[-1]))
     x = mx.concatenate([newest, masks], axis=2).reshape(b * count, config.block_size, -1)
     for index, layer in enumerate(head.layers):
-        step: Step = partial(_layer, layer, config.sees(index), segments, anchors)
+        sees = config.sees(index)
+        if head.draft_window is not None:  # the layer has no window of its own
+            sees = dataclasses.replace(sees, window=head.draft_window, window_start="anchor")
+        step: Step = partial(_layer, layer, sees, segments, anchors)
         step = recomputed(layer, step) if recompute else step
         (x,) = step(x, g)
     first = 0 if config.first_slot_drafts else 1

@@ -147,7 +147,7 @@ def unroll(head: Eagle3Head, inputs: Inputs, steps: int, recompute: bool = False
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
     past_keys, past_values = attention.project(head.midlayer.inputs(following, g)[0])[1:]
-    mask = causal_mask(segments, positions)
+    mask = causal_mask(segments, positions, head.draft_window)
 
     def draft(step: int, h: mx.array, past_keys: mx.array, past_values: mx.array, *own: mx.array) -> list[mx.array]:
         read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
@@ -163,10 +163,14 @@ def unroll(head: Eagle3Head, inputs: Inputs, steps: int, recompute: bool = False
     return run_steps(head, draft, read, steps, recompute, NOT_IN_A_STEP)
 
 
-def causal_mask(segments: mx.array, positions: mx.array) -> mx.array:
-    """Return the additive mask [B, 1, 1, P, L]: the query at index t attends up to t within its segment."""
+def causal_mask(segments: mx.array, positions: mx.array, window: int | None = None) -> mx.array:
+    """Return the additive mask [B, 1, 1, P, L]: the query at index t attends to the last `window` indices up to t
+    within its segment."""
     own = mx.take_along_axis(segments, positions, axis=1)[..., None]
-    seen = (mx.arange(segments.shape[1]) <= positions[..., None]) & (segments[:, None] == own)
+    indices = mx.arange(segments.shape[1])
+    seen = (indices <= positions[..., None]) & (segments[:, None] == own)
+    if window is not None:
+        seen = seen & (indices > positions[..., None] - window)
     return ((1 - seen.astype(mx.float32)) * HIDDEN)[:, None, None]
 
 
@@ -304,7 +308,8 @@ def unroll_masks(head: PEagleHead, inputs: Inputs, steps: int, recompute: bool =
     read = [following, g]
     if counts:
         read += [x.astype(embeddings.dtype) for x in head.mask_inputs(rows, sum(counts))]
-    seen = UnrolledCache(segments).make_mask(segments.shape[1]), causal_mask(segments, indices)
+    window = head.draft_window
+    seen = UnrolledCache(segments, (), window).make_mask(segments.shape[1]), causal_mask(segments, indices, window)
     places = [indices[:, :most] + depth for depth, most in enumerate(counts, 1)]
     layers: list[Any] = [head.midlayer, *(head.layers if head.config.num_hidden_layers > 1 else [])]
     for layer in layers:

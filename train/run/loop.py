@@ -20,6 +20,7 @@ from eagle_mlx import blas
 from eagle_mlx.command import Stopped
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import write_whole
+from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.hub import public_name
 from eagle_mlx.progress import counted
 from eagle_mlx.target import arrays_of
@@ -268,6 +269,8 @@ class Run:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if measured is not None:
             extra |= {key: getattr(measured, key) for key in ("acceptance_length", "depth", "prompts")}
+        if self.head.draft_window is not None:
+            extra[DRAFT_WINDOW] = self.head.draft_window
         if self._setup.target.adapter is not None:
             extra["adapter"] = self._setup.target.adapter.name
         target = public_name(self._setup.target.name)

@@ -64,6 +64,9 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
                 f"leave {flag(name)} out, or start without --init-from"
             )
     head: Head = kind.adopt(loaded, config.head.layers or 0, config.run.seed)
+    head.draft_window = config.head.window or loaded.draft_window
+    if head.draft_window and any(getattr(head.config, "windows", ())):
+        raise ConfigError(f"--window cannot be used with {config.head.init_from}: its layers have windows of their own")
     head.set_dtype(mx.float32)
     head.attach(target)
     choose_trained(head, config)
@@ -96,6 +99,7 @@ def with_vocabulary(head: Head, target: Target, kept: Kept, config: TrainSetting
     changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), d2t)
     changed.load_weights(list(weights.items()))
     changed.attach(target)
+    changed.draft_window = head.draft_window
     choose_trained(changed, config)
     mx.eval(changed.parameters())
     return changed
@@ -104,6 +108,7 @@ def with_vocabulary(head: Head, target: Target, kept: Kept, config: TrainSetting
 def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool = True) -> Head:
     """Return a new head for the data. It is random if `begin` is false, else initialized by `config.head.start`."""
     head: Head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
+    head.draft_window = config.head.window
     if begin and config.head.start == "linear":
         head.attach(target)
         if (fit := best_map(_pieces(head, target, data.samples, config.run.seed))) is not None:
