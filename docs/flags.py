@@ -33,6 +33,7 @@ COMMANDS = (
     ("eagle-data", "collect"),
     ("eagle-heads", "find"),
     ("eagle-heads", "pull"),
+    ("eagle-heads", "compare"),
     ("eagle-doctor",),
     ("eagle-convert",),
     ("eagle-convert", "mtp"),

@@ -50,6 +50,7 @@ COMMANDS: dict[str, Main] = {
     "eagle-data regenerate": data,
     "eagle-doctor": doctor,
     "eagle-generate": generate,
+    "eagle-heads compare": heads,
     "eagle-heads find": heads,
     "eagle-heads list": heads,
     "eagle-heads pull": heads,

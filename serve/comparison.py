@@ -1,0 +1,85 @@
+"""`eagle-heads compare`: loads two heads, has the judge compare them, and prints the result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from eagle_mlx import HeadProposer, SamplingParams, __version__, hub, learn_costs
+from eagle_mlx.catalog import embedded
+from eagle_mlx.files import check_file
+from eagle_mlx.judge import Comparison, Figures, Judge
+from eagle_mlx.machine import describe
+from eagle_mlx.paired import Gain
+from eagle_mlx.progress import counted
+from eagle_mlx.target import fingerprint
+
+from .bench.report import write_json
+from .head_choice import load_head
+from .head_options import Compare
+from .prompts import read_questions
+
+
+def compare(options: Compare) -> int:
+    """Print a comparison of two heads; return the exit status 0. Raises EagleError if they cannot be compared."""
+    if options.json is not None:
+        check_file(options.json)
+    files = options.prompts or (embedded("prompts.jsonl"),)
+    questions = [question for file in files for question in read_questions(file, options.limit)]
+    options.loading.follow(options.target)
+    target = options.loading.load(options.target)
+    names = options.first, options.second
+    first, second = (HeadProposer(load_head(name, target, options.head_bits)) for name in names)
+    options.loading.wire_active()
+    judge = Judge(target, first, second, options.depth)
+    prompts = [question.encode(target, max_tokens=options.max_tokens) for question in questions]
+    params = SamplingParams(options.temperature, max_tokens=options.max_tokens)
+    comparison = judge.compare(prompts, params, learn_costs(target), not options.quiet)
+    print(table(comparison))
+    if options.json is not None:
+        heads = [{"name": name, "sha256": hub.weights_digest(hub.resolve(name))} for name in names]
+        about = {"target": target.name, "fingerprint": fingerprint(target), "machine": asdict(describe())}
+        about |= {"heads": heads, "prompts": list(map(str, files)), "eagle_mlx": __version__}
+        settings = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+        write_json({**about, **settings, "verdict": comparison.gain.verdict, **asdict(comparison)}, options.json)
+    return 0
+
+
+def table(comparison: Comparison) -> str:
+    """Return the figures of both heads, the gains with their intervals, and what they mean, as aligned text."""
+    lines = [f"{'head':<6}{'tau':>7}  {'ms/draft':>8}  {'tokens/s':>8}  accepted by position"]
+    lines += [_line(name, figures) for name, figures in (("A", comparison.first), ("B", comparison.second))]
+    gain, by_name = comparison.gain, {"tokens per forward": comparison.acceptance, "tokens/s": comparison.speed}
+    lines += ["", *(f"B against A, {name}: {interval(part)}" for name, part in by_name.items() if part is not None)]
+    answers = f"{counted(gain.conversations, 'answer')}, {counted(comparison.tokens, 'token')}"
+    left_out = f", {comparison.left_out} left out as loops" if comparison.left_out else ""
+    lines += [
+        "",
+        f"B is {gain.verdict}{' than A' if gain.verdict != 'not told apart' else ' from A'}: {answers}{left_out}",
+    ]
+    if gain.verdict == "not told apart":
+        lines.append(advice(gain))
+    return "\n".join(lines)
+
+
+def _line(name: str, figures: Figures) -> str:
+    speed = "-" if figures.tokens_per_second is None else f"{figures.tokens_per_second:.1f}"
+    shares = " ".join(f"{share:.2f}" for share in figures.acceptance_by_position)
+    cells = f"{figures.acceptance_length:>7.3f}  {1000 * figures.draft_seconds:>8.1f}  {speed:>8}"
+    return f"{name:<6}{cells}  {shares}"
+
+
+def interval(gain: Gain) -> str:
+    """Return a gain and its interval in percent, such as `+3.1 % (+0.4 to +5.9)`."""
+    if gain.low is None or gain.high is None:
+        return f"{gain.gain:+.1%}"
+    return f"{gain.gain:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
+
+
+def advice(gain: Gain) -> str:
+    """Return what to do about a comparison that told nothing apart."""
+    if gain.needed is None:
+        return "give at least 6 prompts whose answers do not loop"
+    more = gain.needed - gain.conversations
+    if more > 0:
+        return f"about {counted(more, 'prompt')} more would tell a difference of this size, or of 1 %"
+    return "a real difference of this size would probably have been told"
