@@ -41,6 +41,11 @@ class Gain:
     needed: int | None
     """Conversations that tell a gain of this size, but at least 1 %, in 80 % of comparisons; None if unknown."""
 
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.gain:+.1%}, {self.verdict}"
+        return f"{self.gain:+.1%} ({self.low:+.1%} to {self.high:+.1%}), {self.verdict}"
+
 
 def tau(decoded: Sequence[Decoded]) -> float:
     """Return τ over all conversations: tokens per target forward; 0 without any."""

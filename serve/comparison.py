@@ -49,7 +49,7 @@ def table(comparison: Comparison) -> str:
     lines = [f"{'head':<6}{'tau':>7}  {'ms/draft':>8}  {'tokens/s':>8}  accepted by position"]
     lines += [_line(name, figures) for name, figures in (("A", comparison.first), ("B", comparison.second))]
     gain, by_name = comparison.gain, {"tokens per forward": comparison.acceptance, "tokens/s": comparison.speed}
-    lines += ["", *(f"B against A, {name}: {interval(part)}" for name, part in by_name.items() if part is not None)]
+    lines += ["", *(f"B against A, {name}: {part}" for name, part in by_name.items() if part is not None)]
     answers = f"{counted(gain.conversations, 'answer')}, {counted(comparison.tokens, 'token')}"
     left_out = f", {comparison.left_out} left out as loops" if comparison.left_out else ""
     lines += [
@@ -66,13 +66,6 @@ def _line(name: str, figures: Figures) -> str:
     shares = " ".join(f"{share:.2f}" for share in figures.acceptance_by_position)
     cells = f"{figures.acceptance_length:>7.3f}  {1000 * figures.draft_seconds:>8.1f}  {speed:>8}"
     return f"{name:<6}{cells}  {shares}"
-
-
-def interval(gain: Gain) -> str:
-    """Return a gain and its interval in percent, such as `+3.1 % (+0.4 to +5.9)`."""
-    if gain.low is None or gain.high is None:
-        return f"{gain.gain:+.1%}"
-    return f"{gain.gain:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
 
 
 def advice(gain: Gain) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.files import write_whole
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.paired import Decoded, Gain, gain_of
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request import Output, Prompt
@@ -58,6 +59,17 @@ class Acceptance:
     """Half-width of the 95 % confidence interval of τ over prompts; 0 for fewer than two."""
     by_context: dict[str, float] = field(default_factory=dict)
     """τ by length of the prompts, if it differs much."""
+    by_prompt: list[Decoded] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All figures without those of each prompt, for reports."""
+        return {name: value for name, value in vars(self).items() if name != "by_prompt"}
+
+    def gain_over(self, other: Acceptance) -> Gain | None:
+        """Return the gain in τ over another measurement; None if it had other prompts, or none."""
+        same = len(self.by_prompt) == len(other.by_prompt) > 0
+        return gain_of(other.by_prompt, self.by_prompt) if same else None
 
 
 class Evaluator:
@@ -128,8 +140,9 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
         # τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, section 6.3).
         spread = sum((len(output.tokens) - length * output.rounds) ** 2 for output in outputs)
         interval = 1.96 * math.sqrt(spread * len(outputs) / (len(outputs) - 1)) / rounds
-    by_context = by_length(outputs)
-    return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval, by_context)
+    figures = (length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
+    by_prompt = [Decoded(len(output.tokens), output.rounds) for output in outputs]
+    return Acceptance(*figures, by_length(outputs), by_prompt)
 
 
 def by_length(outputs: Sequence[Output]) -> dict[str, float]:

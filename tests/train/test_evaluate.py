@@ -36,6 +36,17 @@ def test_outputs_are_taken_together() -> None:
     assert found.interval == pytest.approx(1.96 * (2 * (2**2 + 2**2)) ** 0.5 / 10)
 
 
+def test_measurements_are_compared_prompt_by_prompt() -> None:
+    before = summarize([output([1] * 20, rounds, [], []) for rounds in (12, 9, 15, 10, 11, 8, 13)], 3)
+    after = summarize([output([1] * 20, rounds, [], []) for rounds in (11, 8, 14, 9, 10, 7, 12)], 3)
+    gain = after.gain_over(before)
+    assert gain is not None
+    assert gain.verdict == "better", "although the intervals of both overlap"
+    assert before.acceptance_length + before.interval > after.acceptance_length - after.interval
+    assert after.gain_over(summarize([], 3)) is None
+    assert "by_prompt" not in after.figures
+
+
 def test_a_head_is_measured_by_decoding() -> None:
     target = tiny_target()
     rng = np.random.default_rng(0)
@@ -102,6 +113,7 @@ def test_a_head_that_training_made_worse_is_not_the_best(tmp_path: Path, start: 
     begun, last = (report["acceptance"][name]["acceptance_length"] for name in ("untrained", "last"))
     assert (last >= begun) == improves
     assert report["better_than_start"] == improves
+    assert report["gain_over_start"]["gain"] == pytest.approx(report["acceptance_length"] / begun - 1)
     assert (report["best_step"], report["acceptance_length"]) == ((12, last) if improves else (0, begun))
     measured = Evaluator(target, prompts, max_tokens=16).measure(load_head(out / "best", target))
     assert measured.acceptance_length == pytest.approx(report["acceptance_length"])

@@ -246,7 +246,7 @@ class Run:
     def _measure(self) -> Acceptance:
         with self._setup.stop.immediate():
             measured = self._evaluator.measure(merged(self.head))
-        values = {**dataclasses.asdict(measured), "generations": self._evaluator.generations}
+        values = {**measured.figures, "generations": self._evaluator.generations}
         self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **values})
         tqdm.write(
             f"step {self.progress.step}: τ {measured.acceptance_length:.3f} ± {measured.interval:.3f} at depth "
@@ -256,10 +256,15 @@ class Run:
         return measured
 
     def evaluate(self) -> Acceptance:
-        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved; the start loses a tie."""
+        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved; the start loses a tie.
+
+        A larger τ on the same prompts is enough: waiting for a significant gain would keep early heads.
+        """
         measured = self._measure()
         self._save_head(LAST, measured)
         step, best = self.best
+        if (gain := measured.gain_over(best)) is not None:
+            tqdm.write(f"against the best head so far, of step {step}: {gain}")
         if (measured.acceptance_length, True) > (best.acceptance_length, step > 0):
             self.best = (self.progress.step, measured)
             self._save_head(BEST, measured)
@@ -325,6 +330,7 @@ class Run:
 
     def _report(self, last: Acceptance, data: Mapping[str, Any]) -> dict[str, Any]:
         (best_step, best), config, progress = self.best, self.config, self.progress
+        gain = best.gain_over(self.untrained)
         logged = [row for row in self._setup.tracker.rows if row["kind"] == "train"]
         acceptance = {"untrained": self.untrained, "best": best, "last": last}
         return {
@@ -336,7 +342,8 @@ class Run:
             "untrained_acceptance_length": self.untrained.acceptance_length,
             "best_step": best_step,
             "better_than_start": best_step > 0,
-            "acceptance": {name: dataclasses.asdict(measured) for name, measured in acceptance.items()},
+            "gain_over_start": dataclasses.asdict(gain) if gain is not None else None,
+            "acceptance": {name: measured.figures for name, measured in acceptance.items()},
             **{name: logged[-1][name] if logged else None for name in ("loss", "accuracy_by_step")},
             "steps": progress.step,
             **{name: getattr(progress, name) for name in ("tokens", "train_seconds", "tokens_per_second")},
