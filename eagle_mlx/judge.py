@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from statistics import median
 from time import perf_counter
 
@@ -70,6 +70,8 @@ class Figures:
     rounds: int
     drafted: int
     draft_seconds: float
+    """The median, with the hidden states that the head reads first."""
+    round_seconds: float | None
     tokens_per_second: float | None
     """Expected of one request by the target's cost curve; None without a curve."""
 
@@ -156,20 +158,19 @@ class Judge:
         self.drafted.append((first, second))
 
     def comparison(self, curve: Curve | None = None) -> Comparison:
-        """Compare the proposers over all recordings so far."""
-        first, second = (list(drafted) for drafted in zip(*self.drafted, strict=True))
-        costs = [median(seconds for part in drafted for seconds in part.seconds) for drafted in (first, second)]
+        """Compare the proposers over all recordings so far, at least one."""
+        before, after = ([pair[at] for pair in self.drafted] for at in (0, 1))
+        costs = [median(chain.from_iterable(part.seconds for part in drafted)) for drafted in (before, after)]
         a, b = self.proposers
         if (a.name, a.weight_bytes) == (b.name, b.weight_bytes):
             costs = [min(costs)] * 2  # they cost the same, and only noise of the machine tells otherwise
-        rounds = [_round_seconds(*pair, curve) for pair in zip((first, second), costs, strict=True)]
-        decoded = [[part.decoded for part in drafted] for drafted in (first, second)]
+        first, second = _figures(before, costs[0], curve, self.depth), _figures(after, costs[1], curve, self.depth)
+        old, new = ([part.decoded for part in drafted] for drafted in (before, after))
         speed = None
-        if rounds[0] is not None and rounds[1] is not None:
-            speed = gain_of(*decoded, rounds[0] / rounds[1])
-        figures = [_figures(*of, self.depth) for of in zip((first, second), costs, rounds, strict=True)]
-        tokens = sum(part.tokens for part in decoded[0])
-        return Comparison(*figures, gain_of(*decoded), speed, self.depth, tokens, self.left_out)
+        if first.round_seconds is not None and second.round_seconds is not None:
+            speed = gain_of(old, new, first.round_seconds / second.round_seconds)
+        tokens = sum(part.tokens for part in old)
+        return Comparison(first, second, gain_of(old, new), speed, self.depth, tokens, self.left_out)
 
 
 def draft_along(proposer: Proposer, recording: Recording, depth: int, target: Target) -> Drafting:
@@ -198,22 +199,19 @@ def draft_along(proposer: Proposer, recording: Recording, depth: int, target: Ta
     return Drafting(accepted, longest, seconds, Decoded(len(text) - recording.answer, len(accepted)))
 
 
-def _round_seconds(drafted: Sequence[Drafting], draft_seconds: float, curve: Curve | None) -> float | None:
-    """Return the expected seconds of a round: a forward over the newest token and the draft, and the draft."""
-    if curve is None:
-        return None
-    tokens, seconds = zip(*curve, strict=True)
-    return draft_seconds + float(np.interp(1 + max(part.drafted for part in drafted), tokens, seconds))
-
-
-def _figures(drafted: Sequence[Drafting], draft_seconds: float, round_seconds: float | None, depth: int) -> Figures:
+def _figures(drafted: Sequence[Drafting], draft_seconds: float, curve: Curve | None, depth: int) -> Figures:
     accepted = np.array([count for part in drafted for count in part.accepted])
-    length = tau([part.decoded for part in drafted])
+    length, longest = tau([part.decoded for part in drafted]), max(part.drafted for part in drafted)
+    seconds = None
+    if curve is not None:  # a forward over the newest token and the draft, and the draft
+        sizes, times = zip(*curve, strict=True)
+        seconds = draft_seconds + float(np.interp(1 + longest, sizes, times))
     return Figures(
         acceptance_length=length,
         acceptance_by_position=[float((accepted > place).mean()) for place in range(depth)],
         rounds=len(accepted),
-        drafted=max(part.drafted for part in drafted),
+        drafted=longest,
         draft_seconds=draft_seconds,
-        tokens_per_second=None if round_seconds is None else length / round_seconds,
+        round_seconds=seconds,
+        tokens_per_second=None if seconds is None else length / seconds,
     )

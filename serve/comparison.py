@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from eagle_mlx import HeadProposer, SamplingParams, __version__, hub, learn_costs
 from eagle_mlx.catalog import embedded
@@ -36,11 +37,18 @@ def compare(options: Compare) -> int:
     comparison = judge.compare(prompts, params, learn_costs(target), not options.quiet)
     print(table(comparison))
     if options.json is not None:
-        heads = [{"name": name, "sha256": hub.weights_digest(hub.resolve(name))} for name in names]
-        about = {"target": target.name, "fingerprint": fingerprint(target), "machine": asdict(describe())}
-        about |= {"heads": heads, "prompts": list(map(str, files)), "eagle_mlx": __version__}
-        settings = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-        write_json({**about, **settings, "verdict": comparison.gain.verdict, **asdict(comparison)}, options.json)
+        about: dict[str, Any] = {
+            "target": target.name,
+            "fingerprint": fingerprint(target),
+            "heads": [{"name": name, "sha256": hub.weights_digest(hub.resolve(name))} for name in names],
+            "prompts": list(map(str, files)),
+            "machine": asdict(describe()),
+            "eagle_mlx": __version__,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "verdict": comparison.gain.verdict,
+        }
+        write_json({**about, **asdict(comparison)}, options.json)
     return 0
 
 
@@ -52,10 +60,8 @@ def table(comparison: Comparison) -> str:
     lines += ["", *(f"B against A, {name}: {part}" for name, part in by_name.items() if part is not None)]
     answers = f"{counted(gain.conversations, 'answer')}, {counted(comparison.tokens, 'token')}"
     left_out = f", {comparison.left_out} left out as loops" if comparison.left_out else ""
-    lines += [
-        "",
-        f"B is {gain.verdict}{' than A' if gain.verdict != 'not told apart' else ' from A'}: {answers}{left_out}",
-    ]
+    link = "from" if gain.verdict == "not told apart" else "than"
+    lines += ["", f"B is {gain.verdict} {link} A: {answers}{left_out}"]
     if gain.verdict == "not told apart":
         lines.append(advice(gain))
     return "\n".join(lines)
