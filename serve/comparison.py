@@ -10,7 +10,7 @@ from eagle_mlx.catalog import embedded
 from eagle_mlx.files import check_file
 from eagle_mlx.judge import Comparison, Figures, Judge
 from eagle_mlx.machine import describe
-from eagle_mlx.paired import Gain
+from eagle_mlx.paired import LEAST_GAIN, Gain
 from eagle_mlx.progress import counted
 from eagle_mlx.target import fingerprint
 
@@ -78,7 +78,7 @@ def advice(gain: Gain) -> str:
     """Return what to do about a comparison that told nothing apart."""
     if gain.needed is None:
         return "give at least 6 prompts whose answers do not loop"
-    more = gain.needed - gain.conversations
+    more, size = gain.needed - gain.conversations, f"{max(abs(gain.gain), LEAST_GAIN):.1%}"
     if more > 0:
-        return f"about {counted(more, 'prompt')} more would tell a difference of this size, or of 1 %"
-    return "a real difference of this size would probably have been told"
+        return f"about {counted(more, 'prompt')} more would tell a difference of {size}"
+    return f"a difference of {size} would probably have been told"

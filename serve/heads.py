@@ -26,7 +26,8 @@ Tell whether head B drafts better than head A.
 The target answers each prompt once. Then both heads draft along the same answers, as in decoding, so the difference is
 measured prompt by prompt, which needs far fewer prompts than two runs of eagle-bench. Tokens per forward (tau) come
 from the drafts, and expected tokens/s from tau, the time of a draft, and the target's cost curve on this machine. The
-verdict is about tokens/s: better or worse if the 95 % interval excludes 0, otherwise not told apart."""
+verdict is about tokens/s (tau, if no cost curve could be measured): better or worse if the 95 % interval excludes 0,
+otherwise not told apart."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

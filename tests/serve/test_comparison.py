@@ -60,9 +60,10 @@ def test_the_figures_are_those_of_eagle_bench_to_the_last_digit(
     [
         (
             Gain(0.02, -0.01, 0.05, "not told apart", 40, 95),
-            "about 55 prompts more would tell a difference of this size",
+            "about 55 prompts more would tell a difference of 2.0%",
         ),
-        (Gain(0.02, -0.01, 0.05, "not told apart", 40, 40), "would probably have been told"),
+        (Gain(0.02, -0.01, 0.05, "not told apart", 40, 40), "a difference of 2.0% would probably have been told"),
+        (Gain(0.001, -0.01, 0.02, "not told apart", 40, 95), "more would tell a difference of 1.0%"),
         (Gain(0.02, None, None, "not told apart", 5, None), "give at least 6 prompts"),
     ],
 )
