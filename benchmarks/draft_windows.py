@@ -1,93 +1,28 @@
-"""Replay greedy texts with draft windows of several sizes: τ and CPU time of a round by context length.
+"""Replay greedy texts with draft windows of several sizes: τ and the time of a draft by context length.
 
     python benchmarks/draft_windows.py --target out/real/smollm2-135m-instruct \
       --head checkpoints/smollm2-135m-instruct --filler 512 2000 7000 --windows 512 1024
 
-The target reads each prompt and writes its answer once. The head then drafts chains in the rounds of real decoding,
-once for each window: greedy text does not depend on drafts. Relative speed is τ by the CPU time of a verify, measured
-at that length, and of the head's drafts. Answers that loop are left out.
+The target writes each answer once. The head then drafts chains along it, once for each window, as `eagle_mlx.judge`
+does: greedy text does not depend on drafts. Answers that loop are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import eagle_mlx as em
-
-# isort: split
-# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
-import mlx.core as mx
-
-from eagle_mlx.cache import RaggedCache
-from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.judge import Drafting, Judge, draft_along
 from eagle_mlx.machine import describe
-from eagle_mlx.plan import PREFILL_CHUNK, Plan
-from eagle_mlx.proposers.base import Observation
+from eagle_mlx.paired import tau
 from eagle_mlx.serve.prompts import read_questions, with_filler
-from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
-
-GREEDY = SamplingBatch.of([em.SamplingParams()], [0])
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt and its greedy answer, with what a head reads at each position."""
-
-    tokens: list[int]
-    prompt: int  # tokens of the prompt
-    aux: tuple[mx.array, ...]  # each [1, L, H]
-    verify: float  # CPU seconds of a forward over a draft of this depth, at the end
-
-    def observation(self, start: int, stop: int) -> Observation:
-        return Observation([self.tokens[start + 1 : stop + 1]], tuple(x[:, start:stop] for x in self.aux))
-
-
-def written(target: Target, prompt: Sequence[int], layers: Sequence[int], count: int, depth: int) -> Text:
-    cache, tokens, parts = RaggedCache.of(target.model, 1), list(prompt), []
-    read = 0
-    while len(tokens) < len(prompt) + count:
-        chunk = tokens[read : read + PREFILL_CHUNK]
-        out = target.forward(mx.array([chunk]), cache, layers, [len(chunk) - 1])
-        cache.advance(len(chunk))
-        parts.append(out.aux)
-        mx.eval(out.logits, out.aux, cache.state)
-        read += len(chunk)
-        if read == len(tokens):
-            tokens.append(int(mx.argmax(out.logits[0, -1]).item()))
-            if tokens[-1] in target.eos_token_ids:
-                break
-    aux = tuple(mx.concatenate(list(x), axis=1) for x in zip(*parts, strict=True))
-    verifies = []
-    for _ in range(5):
-        begin = time.process_time()
-        mx.eval(target.forward(mx.array([tokens[-depth - 1 :]]), cache, layers).logits)
-        verifies.append(time.process_time() - begin)
-    return Text(tokens, len(prompt), aux, median(verifies))
-
-
-def replayed(proposer: em.HeadProposer, text: Text, depth: int) -> dict[str, Any]:
-    """Return the tokens and rounds of an answer, and the CPU seconds of a draft with the read before it."""
-    state, known, drafts, rounds = proposer.open([[]]), text.prompt + 1, [], 0
-    for start in range(0, text.prompt, PREFILL_CHUNK):
-        state.prefill(text.observation(start, min(start + PREFILL_CHUNK, text.prompt)))
-    end = len(text.tokens) - 1
-    while known < end:
-        begin = time.process_time()
-        draft = state.draft(Plan(min(depth, end - known)), GREEDY, mx.array([known])).tokens[0].tolist()
-        drafts.append(time.process_time() - begin)
-        wanted = text.tokens[known : known + len(draft)]
-        kept = next((i for i, pair in enumerate(zip(draft, wanted, strict=True)) if pair[0] != pair[1]), len(draft))
-        state.observe(text.observation(known - 1, known + kept))
-        known, rounds = known + kept + 1, rounds + 1
-    return {"tokens": known - text.prompt - 1, "rounds": rounds, "draft": median(drafts), "verify": text.verify}
 
 
 def main() -> None:
@@ -101,7 +36,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="questions, spread evenly (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="draft tokens per round (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write all counts")
+    parser.add_argument("--json", type=Path, help="write the rounds of each answer")
     args = parser.parse_args()
     target = em.load_target(args.target)
     head = em.load_head(args.head, target, check=False)
@@ -109,31 +44,33 @@ def main() -> None:
     proposers = {name: em.HeadProposer(head, *window) for name, window in windows.items()}
     for proposer in proposers.values():
         proposer.bind(target)
+    judge, engine = Judge(target, proposers["off"], proposers["off"], args.depth), em.Engine(target)
+    params = em.SamplingParams(max_tokens=args.max_tokens)
     print(describe(), flush=True)
-    results: dict[int, list[dict[str, Any]]] = {}
+    results: dict[int, list[dict[str, Drafting]]] = {}
     for filler in args.filler:
-        results[filler] = rows = []
+        results[filler] = answers = []
         for question in with_filler(read_questions(args.prompts, args.limit), target, filler):
             prompt = question.encode(target, max_tokens=args.max_tokens)
-            text = written(target, prompt, head.aux_layers, args.max_tokens, args.depth)
-            if is_loop(text.tokens[len(prompt) :]) or len(text.tokens) < len(prompt) + 8:
+            answer = engine.generate([prompt], params)[0].tokens
+            if is_loop(answer) or len(answer) < 8:
                 continue
-            rows.append({name: replayed(proposer, text, args.depth) for name, proposer in proposers.items()})
-            print(f"{filler:6,} tokens of text, {len(rows)} answers: {summary(rows)}", flush=True)
+            text = judge.recording([*prompt, *answer], len(prompt), params)
+            answers.append({name: draft_along(own, text, args.depth, target) for name, own in proposers.items()})
+            print(f"{filler:6,} tokens of text, {len(answers)} answers: {summary(answers)}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"machine": asdict(describe()), "results": results}, indent=1))
+        rows = {size: [{k: asdict(v) for k, v in row.items()} for row in answers] for size, answers in results.items()}
+        args.json.write_text(json.dumps({"machine": asdict(describe()), "results": rows}, indent=1))
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Return τ, milliseconds of a draft, and speed relative to no window, by window."""
-    parts, base = [], 0.0
-    for name in rows[0]:
-        tau = sum(row[name]["tokens"] for row in rows) / sum(row[name]["rounds"] for row in rows)
-        draft, verify = (median(row[name][part] for row in rows) for part in ("draft", "verify"))
-        speed = tau / (draft + verify)
-        base = base or speed
-        parts.append(f"{name} τ {tau:.2f}, draft {1e3 * draft:.0f} ms, speed {speed / base:.2f}")
-    return "; ".join(parts) + f"; verify {1e3 * verify:.0f} ms"
+def summary(answers: Sequence[dict[str, Drafting]]) -> str:
+    """Return τ and the median milliseconds of a draft by window."""
+    parts = []
+    for name in answers[0]:
+        drafted = [answer[name] for answer in answers]
+        milliseconds = 1e3 * median(chain.from_iterable(part.seconds for part in drafted))
+        parts.append(f"{name} τ {tau([part.decoded for part in drafted]):.2f}, draft {milliseconds:.0f} ms")
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def _changed(accepted: NDArray[np.int64], gain: float, rng: np.random.Generator)
     """Add or take one accepted token in so many rounds that τ changes by the factor 1 + gain, as far as possible."""
     free = accepted < DEPTH if gain > 0 else accepted > 0
     share = abs(gain) * (1 + accepted.mean()) / max(free.mean(), 1e-9)
-    return accepted + (1 if gain > 0 else -1) * (free & (rng.random(len(accepted)) < share))
+    changed: NDArray[np.int64] = accepted + (1 if gain > 0 else -1) * (free & (rng.random(len(accepted)) < share))
+    return changed
 
 
 def _decoded(accepted: NDArray[np.int64], tokens: int) -> Decoded:
