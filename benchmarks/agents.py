@@ -65,14 +65,15 @@ class Replay:
         [row] = state.rows
         at = 0
         while at < len(text.answer):
-            plan = self.policy.plan(Context(1, Abilities(lookup=bool(row.match), model=self.head)))
+            matches = state.matches([None])
+            plan = self.policy.plan(Context(1, Abilities(model=self.head), matches=matches))
             left = text.answer[at:]
-            if not plan.lookup:
+            if not plan.lookups:
                 drafted, ms = plan.depth, plan.depth * DRAFT_MS
                 misses = (place for place in range(drafted) if self.rng.random() >= ACCEPTED[place])
                 accepted = min(next(misses, drafted), len(left))
             else:
-                draft, ms = row.match[: plan.depth], 0.0
+                draft, ms = row.match[: plan.size], 0.0
                 drafted = len(draft)
                 pairs = enumerate(zip(draft, left, strict=False))
                 accepted = next((place for place, (a, b) in pairs if a != b), min(drafted, len(left)))

@@ -19,14 +19,17 @@ LEAST_CHUNK = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next round drafts for each row: nothing, a chain, or a tree."""
+    """What the next round drafts for each row: nothing, a chain, a tree, or what followed the row's match before."""
 
-    depth: int  # tokens of a chain, or levels of a tree; 0 is plain decoding
+    depth: int  # tokens of a model's chain, or levels of its tree; 0 if no model drafts
     nodes: int = 0  # tokens of a tree; a chain if not more than `depth`
     stop_below: float | None = None  # end a chain early when its confidence falls below this; None drafts all of it
-    lookup: bool | None = None  # whether n-grams draft instead of the model; None if there is no choice
+    lookups: tuple[int, ...] = ()
+    """For each row, the tokens of a chain from its match, which drafts instead of a model; 0: not from a match. Empty
+    if no row drafts from one."""
     baseline: float | None = field(default=None, compare=False)
     """For an exploration, the tokens per second and row expected of the best plan."""
+    matches: tuple[bool, ...] = field(default=(), compare=False)  # `Context.matches`, if the policy learns from them
 
     @property
     def is_tree(self) -> bool:
@@ -35,21 +38,28 @@ class Plan:
     @property
     def size(self) -> int:
         """Number of draft tokens that the target reads."""
-        return self.nodes if self.is_tree else self.depth
+        return self.nodes if self.is_tree else max(self.depth, *self.lookups, 0)
 
     def cut(self, most: int) -> Plan:
         """Return the plan limited to a depth of `most`."""
-        if most >= self.depth:
+        if most >= max(self.depth, *self.lookups, 0):
             return self
-        return replace(self, depth=most, nodes=self.nodes if self.is_tree else 0) if most > 0 else PLAIN
+        nodes, lookups = self.nodes if self.is_tree else 0, tuple(min(count, most) for count in self.lookups)
+        return replace(self, depth=min(self.depth, most), nodes=nodes, lookups=lookups) if most > 0 else PLAIN
 
-    def within(self, can: Abilities) -> Plan:
-        """Return the nearest plan that is possible: a chain instead of a tree, to its full depth, by the model."""
+    def within(self, can: Abilities, matches: Sequence[bool] = ()) -> Plan:
+        """Return the nearest plan that is possible: a chain instead of a tree, to its full depth, by the model, or only
+        in rows with a match if there is no model. `matches`: as in `Context`."""
+        wanted = self.lookups if can.model or any(self.lookups) else [self.depth] * len(matches)
+        lookups = tuple(count * match for count, match in zip(wanted, matches, strict=False))
+        alone = not any(lookups)
+        model = can.model and (alone or not all(lookups))
         return replace(
             self,
-            nodes=self.nodes if can.trees or not self.is_tree else 0,
-            stop_below=self.stop_below if can.early_exit else None,
-            lookup=self.lookup if can.lookup or not self.lookup else None,
+            depth=self.depth if model else 0,
+            nodes=self.nodes if self.is_tree and can.trees and model and alone else 0,
+            stop_below=self.stop_below if can.early_exit and model else None,
+            lookups=() if alone else lookups,
         )
 
 
@@ -62,7 +72,6 @@ class Abilities:
 
     trees: bool = False
     early_exit: bool = False
-    lookup: bool = False  # whether n-grams match in most rows, or in one if there is no model, and could draft
     model: bool = True  # whether a model can draft
     may_pad: bool = True  # whether it can read prompts of different lengths together
 
@@ -76,6 +85,8 @@ class Context:
     group: int = 0  # index of the round's group of rows
     elsewhere: int = 0
     """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
+    matches: tuple[bool, ...] = ()
+    """For each row, whether n-grams match, so that it could draft from them. Empty if no row has a match."""
 
 
 class Trial(NamedTuple):

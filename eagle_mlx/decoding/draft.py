@@ -6,7 +6,7 @@ Sources: Miao et al. 2024, SpecInfer, section 4.2 (one verify for a whole tree);
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -91,3 +91,19 @@ class Draft:
     tree: Tree | None = None  # the structure of the tokens, the most likely first; None for chains
     confidences: Sequence[Sequence[float]] = ()
     """For early exit, as in `RoundResult`: every row's confidence at each time that the proposer checked it."""
+
+    def replaced(self, other: Draft, rows: Sequence[int]) -> Draft:
+        """Return this draft of chains with those of `other`, which were not drawn, in rows that are not 0.
+
+        They are cut to this draft's width, unless it has none.
+        """
+        if not (width := self.tokens.shape[1]):
+            return replace(other, confidences=self.confidences)
+        tokens = mx.pad(other.tokens[:, :width], [(0, 0), (0, max(0, width - other.tokens.shape[1]))])
+        theirs, probs = mx.array([row > 0 for row in rows]), self.probs
+        tokens = mx.where(theirs[:, None], tokens, self.tokens)
+        if probs is not None:
+            certain = tokens[..., None] == mx.arange(probs.shape[-1])
+            probs = mx.where(theirs[:, None, None], certain.astype(probs.dtype), probs)
+        lengths = mx.where(theirs, mx.minimum(other.lengths, width), self.lengths)
+        return replace(self, tokens=tokens, lengths=lengths, probs=probs)

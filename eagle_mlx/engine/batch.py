@@ -97,9 +97,10 @@ class Batch:
         return [request.params.drafter or default for request in self.requests]
 
     def rooms(self, plan: Plan, drafters: Sequence[Drafter | None]) -> list[int]:
-        """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
+        """Return the useful draft tokens per request; 0 if it excludes what drafts for it in the plan."""
         assert self.state is not None
-        drafting = [self.state.may_draft(drafter, plan.lookup) for drafter in drafters]
+        lookups = plan.lookups or [0] * len(drafters)
+        drafting = [self.state.may_draft(*row) for row in zip(drafters, map(bool, lookups), strict=True)]
         return [request.room * drafts for request, drafts in zip(self.requests, drafting, strict=True)]
 
     @property
@@ -150,7 +151,7 @@ class Batch:
         If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
         if the draft is malformed.
         """
-        if self.state is None or self.proposer is None or not plan.depth:
+        if self.state is None or self.proposer is None or not plan.size:
             return self._no_draft()
         by, vocab = self.proposer.name, self.target.vocab_size
         try:

@@ -138,7 +138,7 @@ class Runner:
 
     def _dispatch(self, work: Decode, measured: bool) -> None:
         self.depth = self.depth if work.depth is None else work.depth
-        drafts = work.plan.depth > 0
+        drafts = work.plan.depth > 0  # by a model, which takes time
         self._drafting += drafts
         measured = measured and drafts and self._drafting % _MEASURED == 1
         began = self.clock()

@@ -104,19 +104,15 @@ class Schedule:
             raise
 
     def _plan(self, batch: Batch, default: Drafter | None) -> tuple[Plan, int | None]:
-        """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked. If
-        no request wants the model, n-grams draft or nothing does."""
+        """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked."""
         state, drafters = batch.state, batch.drafters(default)
         if batch.proposer is None or state is None or all(drafter == "none" for drafter in drafters):
             return PLAIN, None
         # Trees need the target's own draws.
         drawn = batch.processors is None and batch.sampling.rules <= {"greedy", "coupled"}
-        lookup, proposer = state.can_look_up(drafters), batch.proposer.abilities
-        can = replace(proposer, trees=proposer.trees and drawn and self.trees, lookup=lookup)
-        rows = len(batch.requests)
-        context = Context(rows, can, self.groups.number(batch), elsewhere=len(self.groups.requests) - rows)
-        plan = self.policy.plan(context).within(can)
-        depth = plan.depth
-        if not any(state.may_draft(drafter, lookup=False) for drafter in drafters):
-            plan = replace(plan, lookup=True, stop_below=None) if lookup else PLAIN
-        return plan.cut(max(batch.rooms(plan, drafters))), depth
+        can, rows = batch.proposer.abilities, len(batch.requests)
+        model = can.model and any(state.may_draft(drafter, lookup=False) for drafter in drafters)
+        can = replace(can, trees=can.trees and drawn and self.trees, early_exit=can.early_exit and model, model=model)
+        matches, elsewhere = state.matches(drafters), len(self.groups.requests) - rows
+        plan = self.policy.plan(Context(rows, can, self.groups.number(batch), elsewhere, matches)).within(can, matches)
+        return plan.cut(max(batch.rooms(plan, drafters))), plan.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from eagle_mlx.errors import ConfigError
@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Returns the same plan for every round, drafted by n-grams if they match.
+    """Returns the same plan for every round. Rows with a match draft from it; then, the others draft chains.
 
     Raises ConfigError if a number is not an integer of at least 0.
     """
@@ -50,8 +50,7 @@ class FixedPolicy:
         return self.nodes > self.k > 0
 
     def plan(self, context: Context) -> Plan:
-        plan = Plan(self.k, self.nodes) if context.can.trees and self.wants_trees else Plan(self.k)
-        return replace(plan, lookup=True) if context.can.lookup and self.k else plan
+        return Plan(self.k, self.nodes, lookups=(self.k,) * len(context.matches)).within(context.can, context.matches)
 
     def observe(self, result: RoundResult) -> None:
         """Learn nothing."""
@@ -99,7 +98,7 @@ class AcceptancePolicy:
         return min(self.k, max(1, self.k - 2) if self.rate >= 0.5 else 1)
 
     def observe(self, result: RoundResult) -> None:
-        self._plain_rounds = 0 if result.plan.depth else self._plain_rounds + 1
+        self._plain_rounds = 0 if result.plan.size else self._plain_rounds + 1
         if sum(result.drafted):
             self.rate += self.alpha * (sum(result.accepted) / sum(result.drafted) - self.rate)
 

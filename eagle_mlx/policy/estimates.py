@@ -17,7 +17,7 @@ from eagle_mlx.plan import CONFIDENCE_LAG
 NEUTRAL = 0.5  # the acceptance assumed for a first draft token until one was verified: it may pay or not
 _WEIGHT = 2.0  # the number of tries that a first guess counts as
 _DECAY = 0.98  # the weight that older tries keep with each new round: half of it after 34 rounds
-ArmKind = Literal["plain", "chain", "early exit", "tree", "n-grams"]
+ArmKind = Literal["plain", "chain", "early exit", "tree", "n-grams", "mixed"]
 _LATEST = 7  # the number of rounds in a median: odd, and small, to notice a change of speed soon
 _OUTLIER = 3.0  # a round counts for at most this many times its estimate: other programs slowed down the rest
 _TRUSTED = 3

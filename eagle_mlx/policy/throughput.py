@@ -33,13 +33,16 @@ _CHECK = 20  # one in this many early exits uses half the threshold, to check it
 _KEEP = 0.995  # the weight that earlier early exits keep with each new one: half after 138
 
 
+Rows = tuple[bool, ...]  # whether each row has a match, in ascending order
+
+
 def levels_for(nodes: int) -> int:
     return max(1, min(3 + nodes // 4, 8, nodes - 1))
 
 
 @dataclass
 class _Yields:
-    """The acceptance of one drafter in one kind of place."""
+    """The acceptance of a model's drafts in rows with or without a match; of early exits, in such rounds."""
 
     positions: estimates.AcceptanceByPosition = field(default_factory=estimates.AcceptanceByPosition)
     ranks: estimates.AcceptanceByRank = field(default_factory=estimates.AcceptanceByRank)
@@ -75,9 +78,9 @@ class _Group:
 
 def _kind(arm: Plan) -> estimates.ArmKind:
     if not arm.depth:
-        return "plain"
-    if arm.lookup:
-        return "n-grams"
+        return "n-grams" if arm.lookups else "plain"
+    if any(arm.lookups):
+        return "mixed"
     if arm.is_tree:
         return "tree"
     return "chain" if arm.stop_below is None else "early exit"
@@ -87,9 +90,11 @@ class ThroughputPolicy:
     """Plans the arm with the most expected tokens per second; plain decoding is one arm.
 
     Expected tokens come from the acceptance by position, or by rank in trees; seconds from rounds of the same kind,
-    rows and size. The acceptance of a model is counted separately for places where n-grams match. That of n-grams comes
-    from `RoundResult.trials`. If the proposer reports confidences, a long chain exits early when another token costs
-    more than it is expected to give.
+    rows and size. The acceptance of a model is counted separately for rows with a match. That of matches comes from
+    `RoundResult.trials`. If the proposer reports confidences, a long chain exits early when another token costs more
+    than it is expected to give.
+
+    An arm has one number in `lookups` if a row has a match: the tokens that such rows draft from it, or 0.
 
     The policy also explores neighbors of the best arm and the best arm of each other kind. An arm that loses waits
     twice as long for its next exploration. Explorations may lose the share `explore` of the total time. If that is
@@ -112,19 +117,19 @@ class ThroughputPolicy:
         self.explore = explore
         self.costs = estimates.Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
-        self._exits = {None: self._chains, False: [replace(chain, lookup=False) for chain in self._chains]}
-        """The chains that an early exit may end as, by its `lookup`."""
+        self._mixed = [Plan(depth, lookups=(depth,)) for depth in range(1, max_depth + 1)]
         self.max_lookup = _LONGER * max_depth
         lookups = {*range(1, max_depth + 1), (max_depth + self.max_lookup) // 2, self.max_lookup} - {0}
-        self._lookups = [Plan(depth, lookup=True) for depth in sorted(lookups)]
+        self._lookups = [Plan(0, lookups=(depth,)) for depth in sorted(lookups)]
         self._early = Plan(max_depth, stop_below=0.0)
         sizes = sorted({size for size in _TREES if size < max_nodes} | {max_nodes})
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
         self.wants_trees = bool(self._trees)
         self._drift = estimates.Drift()
-        self._yields = {lookup: _Yields() for lookup in (None, False, True)}  # by `Plan.lookup`
+        self._model = {False: _Yields(), True: _Yields()}  # by whether there is a match
+        self._matches = estimates.AcceptanceByPosition()
         self._groups: dict[int, _Group] = {}
-        self._drafted = Plan(1)  # the latest arm that drafted
+        self._drafted: tuple[Plan, Rows] = Plan(1), (False,)  # the latest arm that drafted, and the rows that did
         self._round = self._deepest = 0
         """The number of rounds, and the depth of the deepest chain so far, n-grams excluded."""
         self._pauses: dict[Plan, int] = {}
@@ -136,57 +141,70 @@ class ThroughputPolicy:
     @property
     def acceptance(self) -> float:
         """The expected share for the latest way to draft; an early exit counts with its shortest chain."""
-        arm, yields = self._drafted, self._yields[self._drafted.lookup]
-        if arm.is_tree:
-            return (yields.ranks.expected_tokens(arm.nodes) - 1) / arm.depth
-        depth = arm.depth if arm.stop_below is None else _SHORT
-        return (yields.positions.expected_tokens(depth) - 1) / depth
+        arm, rows = self._drafted
+        arm = arm if arm.stop_below is None else Plan(_SHORT)
+        return (self._tokens(rows, arm) - 1) / (arm.depth or arm.size)
 
     def plan(self, context: Context) -> Plan:
         return self._chosen(context)
 
     def _choose(self, context: Context) -> Plan:
-        rows, group = context.rows, self._groups.get(context.group, _Group())
+        matches, group = context.matches or (False,) * context.rows, self._groups.get(context.group, _Group())
+        rows = tuple(sorted(matches))
         if self._round < _RUN:
             return PLAIN
-        arms = self._arms(context.can, self._deepest)
+        arms = self._arms(context.can, self._deepest, any(rows), all(rows))
         best = self._best(rows, arms)
         under_way = next((arm for arm in group.explorations if arm in arms), None)
         arm = under_way or self._explored(rows, arms, best) or best
         baseline = None if arm == best else self._speed(rows, best)
-        return replace(self._early_exit(rows, arm) if arm.stop_below is not None else arm, baseline=baseline)
+        plan = self._early_exit(rows, arm) if arm.stop_below is not None else arm
+        lookups = tuple(arm.size * match for match in matches) if any(arm.lookups) else ()
+        return replace(plan, lookups=lookups, baseline=baseline, matches=context.matches)
 
-    def _find_arms(self, can: Abilities, deepest: int) -> list[Plan]:
-        """Return the arms that compete. Chains of a model grow to at most about twice their depth so far."""
+    def _find_arms(self, can: Abilities, deepest: int, some: bool, every: bool) -> list[Plan]:
+        """Return the arms that compete if some or all rows have a match. Chains of a model grow to at most about twice
+        their depth so far."""
         if not can.model:
-            return [PLAIN, *self._lookups] if can.lookup else [PLAIN]
+            return [PLAIN, *self._lookups] if some else [PLAIN]
         grown = deepest >= _SHORT
         trees = self._trees if can.trees and grown else []
         early = [self._early] if can.early_exit and grown and self.max_depth > _SHORT else []
         model = [*self._chains[: 2 * deepest + 1], *early, *trees]
-        if not can.lookup:
+        if not some:
             return [PLAIN, *model]
-        return [PLAIN, *self._lookups, *(replace(arm, lookup=False) for arm in model)]
+        mixed = [] if every else self._mixed[: 2 * deepest + 1]
+        return [PLAIN, *self._lookups, *mixed, *(replace(arm, lookups=(0,)) for arm in model)]
 
-    def _find_speed(self, rows: int, arm: Plan) -> float:
-        yields = self._yields[arm.lookup]
+    def _find_speed(self, rows: Rows, arm: Plan) -> float:
         if arm.stop_below is not None:
+            yields = self._model[bool(arm.lookups)]
             return self._best_chain(rows, arm) * yields.early / yields.short
-        acceptance = yields.ranks if arm.is_tree else yields.positions
-        return acceptance.expected_tokens(arm.size) / self._seconds(rows, arm)
+        return self._tokens(rows, arm) / self._seconds(rows, arm)
 
-    def _best_chain(self, rows: int, early: Plan) -> float:
-        return max(self._speed(rows, chain) for chain in self._exits[early.lookup])
+    def _tokens(self, rows: Rows, arm: Plan) -> float:
+        """Return the expected tokens of a row, in the mean."""
+        return sum(rows.count(match) * self._yield(match, arm) for match in set(rows)) / len(rows)
 
-    def _seconds(self, rows: int, arm: Plan, size: int | None = None) -> float:
+    def _yield(self, match: bool, arm: Plan) -> float:
+        if match and any(arm.lookups):
+            return self._matches.expected_tokens(arm.size)
+        yields = self._model[match]
+        return yields.ranks.expected_tokens(arm.nodes) if arm.is_tree else yields.positions.expected_tokens(arm.depth)
+
+    def _best_chain(self, rows: Rows, early: Plan) -> float:
+        """Return the speed of the best chain that an early exit may end as."""
+        return max(self._speed(rows, replace(chain, lookups=early.lookups)) for chain in self._chains)
+
+    def _seconds(self, rows: Rows, arm: Plan, size: int | None = None) -> float:
         usual = arm.size if arm.stop_below is None else _SHORT
-        return self.costs.estimate(_kind(arm), rows, usual if size is None else size)
+        return self.costs.estimate(_kind(arm), len(rows), usual if size is None else size)
 
-    def _best(self, rows: int, arms: list[Plan]) -> Plan:
+    def _best(self, rows: Rows, arms: list[Plan]) -> Plan:
         least = (1 - _MARGIN) * max(self._speed(rows, arm) for arm in arms)
         return min((arm for arm in arms if self._speed(rows, arm) >= least), key=lambda arm: self._seconds(rows, arm))
 
-    def _explored(self, rows: int, arms: list[Plan], best: Plan) -> Plan | None:
+    def _explored(self, rows: Rows, arms: list[Plan], best: Plan) -> Plan | None:
         """Return an arm to explore instead of the best, if one is due and the budget allows it."""
         earned, plain = self.explore * self._spent - self._lost, self._seconds(rows, PLAIN)
         candidates = self._candidates(rows, arms, best)
@@ -200,29 +218,30 @@ class ThroughputPolicy:
         due = (arm for arm in candidates if self._round >= self._due.get(arm, 0))
         return min(filter(is_affordable, due), key=lambda arm: self._due.get(arm, 0), default=None)
 
-    def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
+    def _candidates(self, rows: Rows, arms: list[Plan], best: Plan) -> list[Plan]:
         """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
-        N-grams that seem much slower than the best are not: their acceptance is known without drafting."""
+        Drafts from matches that seem much slower than the best are not: their acceptance is known without drafting."""
         least = _CLOSE * self._speed(rows, best)
-        arms = [arm for arm in arms if not arm.lookup or self._speed(rows, arm) >= least]
+        arms = [arm for arm in arms if arm.depth or self._speed(rows, arm) >= least]
         groups: dict[object, list[Plan]] = {}
-        for arm in arms[1:]:
-            groups.setdefault(bool(arm.lookup) if best == PLAIN else _kind(arm), []).append(arm)
+        for arm in arms:
+            if arm.size:
+                groups.setdefault(bool(arm.depth) if best == PLAIN else _kind(arm), []).append(arm)
         own = groups.pop(_kind(best), [])
         leaders = [max(group, key=lambda arm: self._speed(rows, arm)) for group in groups.values()]
         if best == PLAIN:
-            longer = {replace(arm, depth=arm.depth + more) for arm in leaders for more in range(1, _NEAR + 1)}
-            return [*leaders, *(arm for arm in arms if arm in longer and arm.depth > self._deepest)]
+            longer = {(_kind(arm), arm.depth + more) for arm in leaders for more in range(1, _NEAR + 1)}
+            return [*leaders, *(arm for arm in arms if (_kind(arm), arm.depth) in longer and arm.depth > self._deepest)]
         at = own.index(best)
         return [PLAIN, *(arm for arm in own[max(at - _NEAR, 0) : at + _NEAR + 1] if arm != best), *leaders]
 
-    def _price(self, rows: int, arm: Plan, best: Plan) -> float:
+    def _price(self, rows: Rows, arm: Plan, best: Plan) -> float:
         """Return the seconds that an exploration is expected to lose."""
         share = self._speed(rows, arm) / self._speed(rows, best)
         return self._seconds(rows, arm) * (1 - share) * (_RUN if arm == PLAIN or share > _CLOSE else 1)
 
-    def _early_exit(self, rows: int, arm: Plan) -> Plan:
-        yields = self._yields[arm.lookup]
+    def _early_exit(self, rows: Rows, arm: Plan) -> Plan:
+        yields = self._model[bool(arm.lookups)]
         speed = self._best_chain(rows, arm) * max(1.0, yields.early / yields.short)
         rise = self._seconds(rows, arm, arm.depth) - self._seconds(rows, arm, _SHORT)
         threshold = min(yields.calibration.threshold(speed * rise / (arm.depth - _SHORT)), 1.0)
@@ -232,18 +251,20 @@ class ThroughputPolicy:
         self._chosen.cache_clear()
         self._speed.cache_clear()
         for drafted, accepted in result.trials:
-            self._yields[True].positions.add(drafted, [accepted])
+            self._matches.add(drafted, [accepted])
         arm, group = self._arm(result.plan), self._groups.setdefault(result.group, _Group())
-        if arm is None or (arm.depth and not result.depth):  # there was nothing to draft, so there is nothing to learn
+        if arm is None or (arm.size and not result.depth):  # there was nothing to draft, so there is nothing to learn
             group.arm = None
             return
         self._round += 1
         size = arm.nodes if arm.is_tree else result.depth
+        rows = result.plan.matches or (False,) * result.rows
         self._time(group, arm, result, size)
-        self._learn(arm, result, size)
-        self._account(group, arm, result, self._seconds(result.rows, arm, size))
+        self._learn(arm, result, size, rows)
+        self._account(group, arm, result, self._seconds(rows, arm, size), tuple(sorted(rows)))
         group.arm, group.rows = arm, result.rows
-        self._drafted = arm if arm.depth else self._drafted
+        drafting = tuple(match for match, drafted in zip(rows, result.drafted, strict=True) if drafted)
+        self._drafted = (arm, drafting) if drafting else self._drafted
 
     def _arm(self, plan: Plan) -> Plan | None:
         """Return the arm of a plan that may have been cut."""
@@ -252,9 +273,9 @@ class ThroughputPolicy:
         elif plan.stop_below is not None and plan.depth > _SHORT:
             arm = self._early
         else:
-            most = self.max_lookup if plan.lookup else self.max_depth
-            arm = Plan(plan.depth) if plan.depth <= most else None
-        return arm and replace(arm, lookup=plan.lookup)
+            arm = Plan(plan.depth) if plan.depth <= self.max_depth and plan.size <= self.max_lookup else None
+        lookups = (max(plan.lookups, default=0),) if plan.size and (plan.matches or plan.lookups) else ()
+        return arm and replace(arm, lookups=lookups)
 
     def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
         """Learn the seconds of a round, normalized to the machine's usual speed. Plain rounds are dispatched ahead, so
@@ -273,33 +294,34 @@ class ThroughputPolicy:
             self.costs.add(kind, rows, size, sum(min(took, most) for took in group.plain) / len(group.plain))
             group.plain = []
 
-    def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
-        if arm.lookup:
-            return
-        yields, rows = self._yields[arm.lookup], result.rows
-        if arm.is_tree:
-            yields.ranks.add(arm.nodes, result.paths)
-            return
-        self._deepest = max(self._deepest, size)
+    def _learn(self, arm: Plan, result: RoundResult, size: int, rows: Rows) -> None:
+        """Learn from the rows for which a model drafted."""
+        self._deepest = max(self._deepest, size if arm.depth and not arm.is_tree else 0)
         if arm.stop_below is not None:
+            yields = self._model[bool(arm.lookups)]
             yields.calibration.add(result.confidences, result.drafted, result.accepted)
-            yields.early = _KEEP * yields.early + 1 + sum(result.accepted) / rows
+            yields.early = _KEEP * yields.early + 1 + sum(result.accepted) / len(rows)
             yields.short = _KEEP * yields.short + self._seconds(rows, arm, size) * self._best_chain(rows, arm)
             self._speed.cache_clear()
             size = min(size, _SHORT)  # only good drafts go further, which would bias these shares
-        yields.positions.add(size, result.accepted)
+        for match in set(rows) if arm.depth else ():
+            own = [row for row, other in enumerate(rows) if other == match and not (match and any(arm.lookups))]
+            if arm.is_tree:
+                self._model[match].ranks.add(size, [result.paths[row] for row in own])
+            else:
+                self._model[match].positions.add(size, [result.accepted[row] for row in own])
 
-    def _account(self, group: _Group, arm: Plan, result: RoundResult, seconds: float) -> None:
+    def _account(self, group: _Group, arm: Plan, result: RoundResult, seconds: float, rows: Rows) -> None:
         """Count what an exploration lost, and decide whether it continues."""
         self._spent += seconds
         under_way, baseline = group.explorations.pop(arm, None), result.plan.baseline
         if baseline is None and arm == PLAIN and under_way is not None:  # dispatched ahead
             baseline = under_way.baseline
         if baseline is None:
-            if arm.depth:
+            if arm.size:
                 self._pauses.pop(arm, None)
             return
-        tokens, before = 1 + sum(result.accepted) / result.rows, under_way or _Exploration(baseline)
+        tokens, before = 1 + sum(result.accepted) / len(rows), under_way or _Exploration(baseline)
         after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, before.expected + seconds * baseline)
         self._lost = max(0.0, self._lost + seconds - tokens / baseline)
         if under_way is None and self._round <= self._due.get(arm, 0):
@@ -308,6 +330,6 @@ class ThroughputPolicy:
             group.explorations[arm] = after
             return
         # Only drafting measures acceptance, so arms close to plain decoding keep the short pause while plain leads.
-        close = self._speed(result.rows, PLAIN) > 0.999 * baseline and self._speed(result.rows, arm) > _CLOSE * baseline
+        close = self._speed(rows, PLAIN) > 0.999 * baseline and self._speed(rows, arm) > _CLOSE * baseline
         pause = _PAUSE if close else min(2 * self._pauses.get(arm, _PAUSE // 2), _LAST_PAUSE)
         self._pauses[arm], self._due[arm] = pause, self._round + pause

@@ -114,16 +114,19 @@ class ProposerState(ABC):
     def resume(self, cache: RaggedCache) -> None:
         """Continue from a `draft_cache` of the beginning of a single row that has read nothing."""
 
-    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
-        """Return whether n-grams could draft instead of a model in the next round. `drafters`: as in `may_draft`."""
-        return False
+    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
+        """Return `Context.matches` of the next round. `drafters`: as in `may_draft`."""
+        return ()
+
+    def replaced(self, rows: Sequence[int]) -> None:
+        """Take note that the latest drafts of these rows were not verified: others took their places."""
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         """Return the trials that ended since the last call, of rows for which n-grams may draft."""
         return []
 
-    def may_draft(self, drafter: Drafter | None, lookup: bool | None) -> bool:
-        """Return whether a row with this setting drafts in rounds with `Plan.lookup`. None allows any drafter."""
+    def may_draft(self, drafter: Drafter | None, lookup: bool) -> bool:
+        """Return whether a row with this setting drafts, from its match (`lookup`) or by the model. None allows any."""
         return drafter != "none"
 
 

@@ -212,6 +212,10 @@ class DraftModelState(ProposerState):
                 self._read(pieces)
                 mx.async_eval(self.cache.state)
 
+    def replaced(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.texts[row].drafted = 0
+
     def append(self, other: DraftModelState) -> None:
         self._logits = joined_rows(self._logits, len(self.texts), other._logits, len(other.texts))
         self.cache.append(other.cache)

@@ -122,18 +122,21 @@ class NgramState(ProposerState):
         for row, namespace in zip(self.rows, namespaces, strict=True):
             row.namespace = namespace
 
-    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
-        return any(drafter in (None, "ngrams") and row.match for row, drafter in zip(self.rows, drafters, strict=True))
+    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
+        rows = zip(self.rows, drafters, strict=True)
+        matches = tuple(_may_look_up(drafter) and bool(row.match) for row, drafter in rows)
+        return matches if any(matches) else ()
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        drafts = [row.match[: plan.depth] for row in self.rows]
+        counts = plan.lookups or [plan.depth] * len(self.rows)
+        drafts = [row.match[:count] if count else [] for row, count in zip(self.rows, counts, strict=True)]
         width = max(map(len, drafts))  # the target need not read more
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in drafts], mx.int32)
         return Draft(padded.reshape(len(drafts), width), mx.array([len(tokens) for tokens in drafts], mx.int32))
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         rows = zip(self.rows, drafters, strict=True)
-        return [trial for row, drafter in rows if drafter in (None, "ngrams") for trial in row.ended()]
+        return [trial for row, drafter in rows if _may_look_up(drafter) for trial in row.ended()]
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):
@@ -151,11 +154,15 @@ class NgramState(ProposerState):
         return taken
 
 
-class HybridProposer(Proposer):
-    """Drafts with a model, or with n-grams where the text repeats itself, as the plan says for each round.
+def _may_look_up(drafter: Drafter | None) -> bool:
+    return drafter in (None, "ngrams")
 
-    N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
-    (`ThroughputPolicy`). A request may exclude one of them (`SamplingParams.drafter`).
+
+class HybridProposer(Proposer):
+    """Drafts with a model, and in rows whose text repeats itself with n-grams, as the plan says for each round.
+
+    The policy chooses by measured throughput (`ThroughputPolicy`). A request may exclude one of them
+    (`SamplingParams.drafter`).
     """
 
     def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
@@ -199,20 +206,23 @@ class HybridState(ProposerState):
     def enter(self, namespaces: Sequence[str | None]) -> None:
         self.ngrams.enter(namespaces)
 
-    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
-        """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
-        pairs = zip(self.ngrams.rows, drafters, strict=True)
-        matches = [drafter != "model" and bool(row.match) for row, drafter in pairs if drafter != "none"]
-        return 0 < len(matches) <= 2 * sum(matches)
+    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
+        return self.ngrams.matches(drafters)
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         return self.ngrams.trials(drafters)
 
-    def may_draft(self, drafter: Drafter | None, lookup: bool | None) -> bool:
+    def may_draft(self, drafter: Drafter | None, lookup: bool) -> bool:
         return drafter not in ("none", "model" if lookup else "ngrams")
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)
+        if not plan.depth:
+            return self.ngrams.draft(plan, sampling, positions)
+        drafted = self.model.draft(plan, sampling, positions)
+        if not plan.lookups:
+            return drafted
+        self.model.replaced([row for row, count in enumerate(plan.lookups) if count])
+        return drafted.replaced(self.ngrams.draft(plan, sampling, positions), plan.lookups)
 
     def prefill(self, seen: Observation) -> None:
         self.model.prefill(seen)

@@ -118,7 +118,7 @@ class Totals:
         self.emitted += result.emitted
         self.verify_seconds += max(0.0, result.seconds - draft_seconds)
         self.draft_seconds += draft_seconds
-        self.depth = result.plan.depth if result.plan.stop_below is None else result.depth
+        self.depth = result.depth if result.plan.stop_below is not None else result.plan.size
         self.rounds_by_depth[self.depth] += 1
         if not drafted:
             return

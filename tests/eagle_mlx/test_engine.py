@@ -366,7 +366,7 @@ class Recording:
     def observe(self, result: RoundResult) -> None:
         assert result.seconds > 0
         each = zip(result.drafted, result.accepted, strict=True)
-        assert all(0 <= kept <= tried <= result.plan.depth for tried, kept in each)
+        assert all(0 <= kept <= tried <= result.plan.size for tried, kept in each)
         self.results.append(result)
 
 
@@ -560,7 +560,7 @@ def test_requests_that_arrive_between_steps_wait_for_the_dispatched_round() -> N
 
 
 class Turns:
-    """Alternates between the model and n-grams whenever n-grams can draft."""
+    """Alternates between the model and, in rows that can, n-grams."""
 
     wants_trees = True
 
@@ -568,8 +568,7 @@ class Turns:
         self.nodes, self.lookup = nodes, False
 
     def plan(self, context: Context) -> Plan:
-        nodes = self.nodes if context.can.trees else 0
-        return Plan(3, nodes, lookup=self.lookup if context.can.lookup else None)
+        return Plan(3, self.nodes, lookups=(3 * self.lookup,) * len(context.matches))
 
     def observe(self, result: RoundResult) -> None:
         self.lookup = not self.lookup
@@ -586,17 +585,18 @@ def test_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
         prompts = [PROMPTS[2], PROMPTS[0]][: len(params)]
         for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
             assert_same_text(prompt, output.tokens)
-        return [result for result in results if result.plan.depth]
+        return [result for result in results if result.plan.size]
 
     alone = decode(drafter)
-    assert {bool(result.plan.lookup) for result in alone} == {"ngrams": {True}, "model": {False}}.get(drafter, set())
+    assert {bool(result.plan.lookups) for result in alone} == {"ngrams": {True}, "model": {False}}.get(drafter, set())
     assert any(result.drafted[0] for result in alone) == (drafter != "none")
     both = [result for result in decode(drafter, None) if result.rows == 2]
-    excluded = [result for result in both if drafter == "none" or bool(result.plan.lookup) == (drafter == "model")]
-    assert excluded
-    for result in excluded:
-        assert min(result.drafted) == 0
-    assert any(max(result.drafted) > 0 for result in excluded)
+    for result in both:
+        [lookup, *_] = result.plan.lookups or [0]
+        allowed = {"none": False, "model": not lookup, "ngrams": lookup > 0}[drafter]
+        assert allowed or result.drafted[0] == 0
+    assert any(result.drafted[1] > 0 for result in both)
+    assert any(result.drafted[0] > 0 for result in both) == (drafter != "none")
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -650,7 +650,7 @@ def test_drafter_and_policy_can_change_between_steps() -> None:
         after = len(results)
         for _ in range(3):
             engine.step()
-        plans = {(result.plan.depth, bool(result.plan.lookup)) for result in results[after:]}
+        plans = {(result.plan.size, bool(result.plan.lookups)) for result in results[after:]}
         allowed = {"model": {(depth, False)}, "ngrams": {(depth, True), (0, False)}}
         assert plans <= allowed.get(drafter or "", {(0, False)})
     while not engine.idle:

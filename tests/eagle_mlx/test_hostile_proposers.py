@@ -186,7 +186,7 @@ class Heedless:
         self.plans.append(result.plan)
 
 
-@pytest.mark.parametrize("wanted", [Plan(3, 8), Plan(3, 8, stop_below=0.5, lookup=True)])
+@pytest.mark.parametrize("wanted", [Plan(3, 8), Plan(3, 8, stop_below=0.5, lookups=(3, 3, 3))])
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.8, "seed": 5}])
 def test_a_policy_gets_no_tree_if_the_rows_do_not_allow_one(wanted: Plan, more: dict[str, Any]) -> None:
     """Penalties depend on the tokens before, which differ between the branches of a tree."""
@@ -195,7 +195,7 @@ def test_a_policy_gets_no_tree_if_the_rows_do_not_allow_one(wanted: Plan, more: 
     outputs = em.Engine(TARGET, Hostile(texts, 0), policy=policy, max_batch=3).generate(PROMPTS, params)
     assert [output.tokens for output in outputs] == texts
     assert sum(output.accepted for output in outputs) > 0
-    assert not any(plan.is_tree or plan.lookup for plan in policy.plans)
+    assert not any(plan.is_tree or plan.lookups for plan in policy.plans)
 
 
 def test_invalid_probabilities_are_not_used() -> None:

@@ -574,18 +574,19 @@ def allowed_after(taken: Sequence[int]) -> mx.array:
 
 
 class Alternating:
-    """Alternates between n-grams and a model, whatever they draft."""
+    """Alternates between n-grams, a model and both, each in other rows, whatever they draft."""
 
     wants_trees = False
 
-    def __init__(self, lookup: bool):
-        self.lookup = lookup
+    def __init__(self, first: int):
+        self.round = first
 
     def plan(self, context: Context) -> Plan:
-        return Plan(2, lookup=self.lookup if context.can.lookup else None)
+        source = self.round % 3
+        return Plan(2, lookups=tuple(2 * (source == 0 or (source == 2 and row % 2)) for row in range(context.rows)))
 
     def observe(self, result: RoundResult) -> None:
-        self.lookup = not self.lookup
+        self.round += 1
 
 
 @cache
@@ -626,8 +627,9 @@ def guided_texts(policy: Callable[[], Policy], acceptance: Acceptance) -> tuple[
 
 
 GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
-    "n-grams, then a model": lambda: Alternating(True),
-    "a model, then n-grams": lambda: Alternating(False),
+    "n-grams, then a model": lambda: Alternating(0),
+    "a model, then both": lambda: Alternating(1),
+    "both, then n-grams": lambda: Alternating(2),
     "default": cache(em.HybridPolicy),  # one for all engines, so that it learns
 }
 

@@ -14,19 +14,24 @@ import eagle_mlx as em
 from eagle_mlx.plan import PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from tests.fakes import tiny_head, tiny_target
 
-PLANS = st.builds(Plan, st.integers(0, 16), st.integers(0, 64), st.none() | st.floats(0, 2))
+LOOKUPS = st.lists(st.integers(0, 16), max_size=4).map(tuple)
+PLANS = st.builds(Plan, st.integers(0, 16), st.integers(0, 64), st.none() | st.floats(0, 2), LOOKUPS)
 COUNTS = st.lists(st.integers(0, 16), min_size=1, max_size=4)
 
 
 def restored(sent: str) -> RoundResult:
     fields: dict[str, Any] = json.loads(sent)
-    plan, trials = Plan(**fields["plan"]), [Trial(*each) for each in fields["trials"]]
+    plan, trials = plan_of(fields["plan"]), [Trial(*each) for each in fields["trials"]]
     return RoundResult(**{**fields, "plan": plan, "trials": trials})
+
+
+def plan_of(fields: dict[str, Any]) -> Plan:
+    return Plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 @given(PLANS)
 def test_a_plan_can_be_sent(plan: Plan) -> None:
-    assert Plan(**json.loads(json.dumps(asdict(plan)))) == plan
+    assert plan_of(json.loads(json.dumps(asdict(plan)))) == plan
 
 
 @given(
@@ -65,7 +70,7 @@ def test_what_an_engine_tells_of_a_round_can_be_sent(plan: Plan) -> None:
     assert any(result.plan == plan for result in results)
     for result in results:
         again = restored(json.dumps(asdict(result)))
-        assert asdict(again) == json.loads(json.dumps(asdict(result)))
+        assert json.dumps(asdict(again)) == json.dumps(asdict(result))
         assert (again.rows, again.kept, again.emitted) == (result.rows, result.kept, result.emitted)
 
 
@@ -81,6 +86,10 @@ def test_what_an_engine_tells_of_a_round_can_be_sent(plan: Plan) -> None:
         (Plan(4, 3), 2, Plan(2)),
         (Plan(8, stop_below=0.5), 5, Plan(5, stop_below=0.5)),
         (Plan(8, stop_below=0.5), 0, PLAIN),
+        (Plan(0, lookups=(6, 0)), 4, Plan(0, lookups=(4, 0))),
+        (Plan(3, lookups=(6, 0, 2)), 4, Plan(3, lookups=(4, 0, 2))),
+        (Plan(3, lookups=(6, 0, 2)), 6, Plan(3, lookups=(6, 0, 2))),
+        (Plan(3, lookups=(6, 0)), 0, PLAIN),
         (PLAIN, 3, PLAIN),
     ],
 )
@@ -93,17 +102,37 @@ def test_a_plan_is_cut_to_what_rows_have_a_use_for(plan: Plan, most: int, cut: P
     [
         (Plan(3, 8), Abilities(trees=True), Plan(3, 8)),
         (Plan(3, 8), Abilities(), Plan(3)),
-        (Plan(3, 2), Abilities(), Plan(3, 2)),
+        (Plan(3, 2), Abilities(), Plan(3)),
         (Plan(6, stop_below=0.5), Abilities(early_exit=True), Plan(6, stop_below=0.5)),
         (Plan(6, stop_below=0.5), Abilities(trees=True), Plan(6)),
-        (Plan(4, lookup=True), Abilities(lookup=True), Plan(4, lookup=True)),
-        (Plan(4, lookup=True), Abilities(), Plan(4)),
-        (Plan(4, lookup=False), Abilities(), Plan(4, lookup=False)),
         (PLAIN, Abilities(), PLAIN),
     ],
 )
 def test_a_plan_becomes_the_nearest_lesser_one(plan: Plan, can: Abilities, lesser: Plan) -> None:
     assert plan.within(can) == lesser
+
+
+HEAD, TEXT = Abilities(trees=True, early_exit=True), Abilities(model=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "can", "matches", "nearest"),
+    [
+        (Plan(4, lookups=(4, 4)), HEAD, (True, False), Plan(4, lookups=(4, 0))),
+        (Plan(4, lookups=(4, 4)), HEAD, (True, True), Plan(0, lookups=(4, 4))),
+        (Plan(4, lookups=(4, 4)), HEAD, (), Plan(4)),
+        (Plan(3, 8, lookups=(4, 4)), HEAD, (True, False), Plan(3, lookups=(4, 0))),
+        (Plan(3, 8, lookups=(0, 0)), HEAD, (True, False), Plan(3, 8)),
+        (Plan(4, stop_below=0.5), TEXT, (True, False), Plan(0, lookups=(4, 0))),
+        (Plan(4, lookups=(2, 2)), TEXT, (True, False), Plan(0, lookups=(2, 0))),
+        (Plan(4, 8), TEXT, (), PLAIN),
+    ],
+)
+def test_only_rows_with_a_match_draft_from_it(
+    plan: Plan, can: Abilities, matches: tuple[bool, ...], nearest: Plan
+) -> None:
+    """A plan with lookups is for chains. If every row has one, no model drafts."""
+    assert plan.within(can, matches) == nearest
 
 
 @pytest.mark.parametrize(

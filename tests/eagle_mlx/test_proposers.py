@@ -260,15 +260,43 @@ def test_n_grams_draft_what_followed_the_longest_match_most_often(text: list[int
     assert at == len(row.match)
 
 
-def test_ngrams_draft_if_they_match_in_half_of_the_rows_that_want_drafts() -> None:
+def test_ngrams_match_only_in_rows_that_may_draft_from_them() -> None:
     target = tiny_target()
     proposer = em.HybridProposer(em.HeadProposer(tiny_head(target)), em.NgramProposer())
     proposer.bind(target)
-    state = proposer.open([[1, 2, 1], [1, 2, 3], [1, 2, 3]])  # n-grams match in the first only
-    assert state.can_look_up([None, None, "none"])
-    assert not state.can_look_up([None, None, None])
-    assert not state.can_look_up(["model", "none", "none"])
-    assert not state.can_look_up(["none", "none", "none"])
+    state = proposer.open([[1, 2, 1], [1, 2, 3], [3, 2, 3]])
+    assert state.matches([None, None, "ngrams"]) == (True, False, True)
+    assert state.matches([None, None, "model"]) == (True, False, False)
+    assert state.matches(["model", None, "none"]) == ()
+
+
+def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None:
+    """A looked-up token is certain. Drafts are as wide as the model's; a shorter match is padded."""
+    target = tiny_target()
+    head = em.HeadProposer(tiny_head(target))
+    for most, matches in ((3, [[9, 8, 9, 8, 9], [7, 6, 7]]), (1, [[5, 4, 3, 5], [2, 2]])):
+        proposer = em.HybridProposer(head, em.NgramProposer())
+        proposer.bind(target)
+        texts = [matches[0], [1, 2, 3], matches[1]]
+        state, alone = proposer.open(texts), head.open(texts)
+        batch = SamplingBatch.of([SamplingParams(temperature=1.0)] * 3, [1, 2, 3])
+        at = mx.array([len(text) for text in texts])
+        for open_state in (state, alone):
+            aux = mx.ones((3, 5, target.hidden_size)) * mx.arange(5)[:, None]
+            open_state.prefill(Observation([[*text[1:], 5] for text in texts], (aux,) * len(head.aux_layers)))
+        drafted, by_head = state.draft(Plan(most, lookups=(8, 0, 8)), batch, at), alone.draft(Plan(most), batch, at)
+        assert drafted.tokens.shape == by_head.tokens.shape
+        assert drafted.probs is not None
+        assert by_head.probs is not None
+        assert mx.array_equal(drafted.tokens[1], by_head.tokens[1])
+        assert mx.array_equal(drafted.probs[1], by_head.probs[1])
+        for row in (0, 2):
+            match = state.ngrams.rows[row].match[:most]
+            assert drafted.lengths[row].item() == len(match) > 0
+            assert drafted.tokens[row, : len(match)].tolist() == match
+            certain = mx.take_along_axis(drafted.probs[row], drafted.tokens[row][:, None], axis=-1)
+            assert mx.all(certain == 1)
+            assert mx.all(drafted.probs[row].sum(axis=-1) == 1)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30), st.integers(1, 3), st.integers(0, 2))

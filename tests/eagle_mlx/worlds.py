@@ -64,6 +64,8 @@ class World:
     can: Abilities = CHAINS
     share: float = 0.0
     """Share of rounds in which n-grams can draft, at no cost."""
+    apart: int = 0
+    """The number of rows that never match, the first of each round."""
     ngrams: float = 0.8
     """Probability that each of their tokens is accepted."""
     there: float | None = None
@@ -103,36 +105,43 @@ class World:
     def _round(self, policy: Policy, rows: int, group: int) -> None:
         passage = self.rounds // PASSAGE
         repeats = int((passage + 1) * self.share) > int(passage * self.share)
-        context = Context(rows, replace(self.can, lookup=repeats), group)
+        matches = tuple(repeats and row >= self.apart for row in range(rows))
+        context = Context(rows, self.can, group, matches=matches if any(matches) else ())
         ahead = self._ahead.pop(group, None)
         plan = ahead or policy.plan(context)
         assert ahead or self.rounds % ASKED_TWICE or policy.plan(context) == plan
-        assert repeats or not plan.lookup
-        chances = [self.chance_of(bool(self.rng.random() < 0.5), repeats, bool(plan.lookup)) for _ in range(rows)]
+        assert all(match or not count for match, count in zip(matches, plan.lookups, strict=False))
+        lookups = [count > 0 for count in plan.lookups or [0] * rows]
+        hard = [bool(self.rng.random() < 0.5) for _ in range(rows)]
+        chances = [self.chance_of(*row) for row in zip(hard, matches, lookups, strict=True)]
         depth, confidences = self._drafted(plan, chances)
+        depths = [depth if plan.depth or lookup else 0 for lookup in lookups]
         size = plan.nodes if plan.is_tree else depth
         seconds = self.cost(rows, plan, size) + self.waiting * len(confidences)
-        right = [self._kept(TRIED, self.ngrams) for _ in range(rows if repeats else 0)]
-        kept = [min(depth, row) for row in right] if plan.lookup else [self._kept(depth, each) for each in chances]
+        right = [self._kept(TRIED, self.ngrams) if match else 0 for match in matches]
+        kept = [
+            min(depth, right[row]) if lookup else self._kept(depths[row], chances[row])
+            for row, lookup in enumerate(lookups)
+        ]
         paths = [self._path(plan, row) for row in kept] if plan.is_tree else ()
         measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
         measured *= self.busy if self.rounds // 50 % 2 else 1
         measured *= 8 if depth and self.rounds < self.compiling else 1
         measured *= 1 + self.turning if self.plans and alike(plan) != alike(self.plans[-1]) else 1
         accepted = [len(path) for path in paths] if plan.is_tree else kept
-        trials = [Trial(min(row + 1, TRIED), row) for row in right]
+        trials = [Trial(min(row + 1, TRIED), row) for row, match in zip(right, matches, strict=True) if match]
         if plan == PLAIN == self._latest.get(group) and (after := policy.plan(context)) == PLAIN:
             self._ahead[group] = after
         self._latest[group] = plan
-        observed = result(plan, [depth] * rows, accepted, measured, paths, confidences, group)
+        observed = result(plan, depths, accepted, measured, paths, confidences, group)
         policy.observe(replace(observed, trials=trials))
         self.rounds, self.seconds = self.rounds + 1, self.seconds + seconds
-        self.tokens += sum(self.expected(plan, depth, chance) for chance in chances) / rows
+        self.tokens += sum(map(self.expected, [plan] * rows, depths, chances)) / rows
         self.plans.append(plan)
 
     def _drafted(self, plan: Plan, chances: Sequence[float]) -> tuple[int, list[list[float]]]:
         """Return the depth that a plan drafts, and the confidences that it reads."""
-        depth, confidences = plan.depth, list[list[float]]()
+        depth, confidences = plan.size if plan.lookups else plan.depth, list[list[float]]()
         if plan.stop_below is not None:
             mean = (self.chance + (self.chance if self.hard is None else self.hard)) / 2
             claimed = [mean + self.insight * (chance - mean) for chance in chances]
@@ -152,7 +161,7 @@ class World:
         others = range(plan.depth, plan.nodes)
         return [*range(min(kept, plan.depth)), *(rank for rank in others if self.rng.random() < self.side / (rank + 1))]
 
-    def chance_of(self, is_hard: bool, repeats: bool, lookup: bool) -> float:
+    def chance_of(self, is_hard: bool | int, repeats: bool, lookup: bool) -> float:
         if lookup:
             return self.ngrams
         if repeats and self.there is not None:
@@ -165,13 +174,17 @@ class World:
         return chain + (sum(self.side / (rank + 1) for rank in range(plan.depth, plan.nodes)) if plan.is_tree else 0.0)
 
     def cost(self, rows: int, plan: Plan, size: int) -> float:
-        levels = plan.depth if plan.is_tree else size
-        return verify_seconds(self.curve, rows * (size + 1)) + (0.0 if plan.lookup else self.drafting * levels)
+        levels = plan.depth if plan.is_tree or not plan.depth else size
+        return verify_seconds(self.curve, rows * (size + 1)) + self.drafting * levels
 
     def best(self, rows: int = 1, most: int = 8, trees: Sequence[Plan] = ()) -> float:
         """Return the speed of the best fixed arm, or of the best for each kind of round, relative to plain decoding."""
         here = [PLAIN, *map(Plan, range(1, most + 1)), *trees]
-        there = [*here, *(Plan(depth, lookup=True) for depth in range(1, 2 * most + 1))]
+        there, own = list(here), (0,) * self.apart
+        for depth in range(1, 2 * most + 1):
+            there.append(Plan(0, lookups=(*own, *(depth,) * (rows - self.apart))))
+            if own and depth <= most:
+                there.append(replace(there[-1], depth=depth))
         places = [(self._best(rows, here, False), 1 - self.share), (self._best(rows, there, True), self.share)]
         tokens, seconds = (sum(share * place[i] for place, share in places) for i in (0, 1))
         return tokens / seconds * self.cost(rows, PLAIN, 0)
@@ -180,9 +193,12 @@ class World:
         """Return a row's tokens and the seconds of the fastest plan."""
         found = []
         for plan in plans:
-            chances = [self.chance_of(is_hard, repeats, bool(plan.lookup)) for is_hard in (False, True)]
-            tokens = sum(self.expected(plan, plan.depth, chance) for chance in chances) / 2
-            found.append((tokens, self.cost(rows, plan, plan.size)))
+            tokens = 0.0
+            for row in range(rows):
+                match, lookup = repeats and row >= self.apart, any(plan.lookups[row : row + 1])
+                depth = plan.size if lookup else plan.depth
+                tokens += sum(self.expected(plan, depth, self.chance_of(hard, match, lookup)) / 2 for hard in (0, 1))
+            found.append((tokens / rows, self.cost(rows, plan, plan.size)))
         return max(found, key=lambda place: place[0] / place[1])
 
 

@@ -46,7 +46,7 @@ def rounds(server: Live) -> list[RoundResult]:
 
 
 def drafted(results: list[RoundResult]) -> set[str]:
-    return {"ngram" if each.plan.lookup else "eagle" for each in results if any(each.drafted)}
+    return {"ngram" if each.plan.lookups else "eagle" for each in results if any(each.drafted)}
 
 
 def change(server: Live, **asked: Any) -> httpx.Response:
