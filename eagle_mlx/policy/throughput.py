@@ -117,7 +117,6 @@ class ThroughputPolicy:
         self.explore = explore
         self.costs = estimates.Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
-        self._mixed = [Plan(depth, lookups=(depth,)) for depth in range(1, max_depth + 1)]
         self.max_lookup = _LONGER * max_depth
         lookups = {*range(1, max_depth + 1), (max_depth + self.max_lookup) // 2, self.max_lookup} - {0}
         self._lookups = [Plan(0, lookups=(depth,)) for depth in sorted(lookups)]
@@ -173,7 +172,7 @@ class ThroughputPolicy:
         model = [*self._chains[: 2 * deepest + 1], *early, *trees]
         if not some:
             return [PLAIN, *model]
-        mixed = [] if every else self._mixed[: 2 * deepest + 1]
+        mixed = [] if every else [replace(arm, lookups=(arm.depth,)) for arm in self._chains[: 2 * deepest + 1]]
         return [PLAIN, *self._lookups, *mixed, *(replace(arm, lookups=(0,)) for arm in model)]
 
     def _find_speed(self, rows: Rows, arm: Plan) -> float:
@@ -193,7 +192,6 @@ class ThroughputPolicy:
         return yields.ranks.expected_tokens(arm.nodes) if arm.is_tree else yields.positions.expected_tokens(arm.depth)
 
     def _best_chain(self, rows: Rows, early: Plan) -> float:
-        """Return the speed of the best chain that an early exit may end as."""
         return max(self._speed(rows, replace(chain, lookups=early.lookups)) for chain in self._chains)
 
     def _seconds(self, rows: Rows, arm: Plan, size: int | None = None) -> float:
@@ -222,11 +220,10 @@ class ThroughputPolicy:
         """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
         Drafts from matches that seem much slower than the best are not: their acceptance is known without drafting."""
         least = _CLOSE * self._speed(rows, best)
-        arms = [arm for arm in arms if arm.depth or self._speed(rows, arm) >= least]
+        arms = [arm for arm in arms[1:] if arm.depth or self._speed(rows, arm) >= least]
         groups: dict[object, list[Plan]] = {}
         for arm in arms:
-            if arm.size:
-                groups.setdefault(bool(arm.depth) if best == PLAIN else _kind(arm), []).append(arm)
+            groups.setdefault(bool(arm.depth) if best == PLAIN else _kind(arm), []).append(arm)
         own = groups.pop(_kind(best), [])
         leaders = [max(group, key=lambda arm: self._speed(rows, arm)) for group in groups.values()]
         if best == PLAIN:
