@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import eagle_mlx as em
-from eagle_mlx.plan import Abilities, Context, RoundResult
+from eagle_mlx.plan import MATCH, Abilities, Context, RoundResult
 
 TEXTS = Path(__file__).with_name("workloads.jsonl.gz")
 CURVE = {1: 46, 2: 51, 3: 55, 4: 64, 5: 71, 8: 78, 16: 95, 32: 138}
@@ -65,8 +65,8 @@ class Replay:
         [row] = state.rows
         at = 0
         while at < len(text.answer):
-            matches = state.matches([None])
-            plan = self.policy.plan(Context(1, Abilities(model=self.head), matches=matches))
+            sources = (MATCH,) if row.match else ()
+            plan = self.policy.plan(Context(1, Abilities(model=self.head), sources=sources))
             left = text.answer[at:]
             if not plan.lookups:
                 drafted, ms = plan.depth, plan.depth * DRAFT_MS

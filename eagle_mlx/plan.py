@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 CONFIDENCE_LAG = 2
@@ -19,17 +20,17 @@ LEAST_CHUNK = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next round drafts for each row: nothing, a chain, a tree, or what followed the row's match before."""
+    """What the next round drafts for each row: nothing, a chain or tree by a model, or a chain of its own source."""
 
     depth: int  # tokens of a model's chain, or levels of its tree; 0 if no model drafts
     nodes: int = 0  # tokens of a tree; a chain if not more than `depth`
     stop_below: float | None = None  # end a chain early when its confidence falls below this; None drafts all of it
     lookups: tuple[int, ...] = ()
-    """For each row, the tokens of a chain from its match, which drafts instead of a model; 0: not from a match. Empty
-    if no row drafts from one."""
+    """For each row, the tokens of a chain from its source, which drafts instead of a model; 0: not from it. Empty if no
+    row drafts from one."""
     baseline: float | None = field(default=None, compare=False)
     """For an exploration, the tokens per second and row expected of the best plan."""
-    matches: tuple[bool, ...] = field(default=(), compare=False)  # `Context.matches`, if the policy learns from them
+    sources: tuple[int, ...] = field(default=(), compare=False)  # `Context.sources`, if the policy learns from them
 
     @property
     def is_tree(self) -> bool:
@@ -47,11 +48,11 @@ class Plan:
         nodes, lookups = self.nodes if self.is_tree else 0, tuple(min(count, most) for count in self.lookups)
         return replace(self, depth=min(self.depth, most), nodes=nodes, lookups=lookups) if most > 0 else PLAIN
 
-    def within(self, can: Abilities, matches: Sequence[bool] = ()) -> Plan:
+    def within(self, can: Abilities, sources: Sequence[int] = ()) -> Plan:
         """Return the nearest plan that is possible: a chain instead of a tree, to its full depth, by the model, or only
-        in rows with a match if there is no model. `matches`: as in `Context`."""
-        wanted = self.lookups if can.model or any(self.lookups) else [self.depth] * len(matches)
-        lookups = tuple(count * match for count, match in zip(wanted, matches, strict=False))
+        in rows with a source if there is no model. `sources`: as in `Context`."""
+        wanted = self.lookups if can.model or any(self.lookups) else [self.depth] * len(sources)
+        lookups = tuple(count * (source != 0) for count, source in zip(wanted, sources, strict=False))
         alone = not any(lookups)
         model = can.model and (alone or not all(lookups))
         return replace(
@@ -64,6 +65,9 @@ class Plan:
 
 
 PLAIN = Plan(0)  # a round without drafting
+MATCH = -1  # see `Context.sources`
+FORCED = 16
+"""The most tokens to ask a grammar for: each costs a mask, and few schemas have longer keys."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,9 @@ class Context:
     group: int = 0  # index of the round's group of rows
     elsewhere: int = 0
     """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
-    matches: tuple[bool, ...] = ()
-    """For each row, whether n-grams match, so that it could draft from them. Empty if no row has a match."""
+    sources: tuple[int, ...] = ()
+    """For each row, what it could draft without a model: the number of tokens that its grammar forces, else `MATCH` if
+    n-grams match, else 0. Empty if no row could."""
 
 
 class Trial(NamedTuple):
@@ -113,6 +118,7 @@ class RoundResult:
     """For early exits, each row's confidence at each check. Check i decides on draft token i + 1 + CONFIDENCE_LAG."""
     group: int = 0  # index of the group of rows
     trials: Sequence[Trial] = ()  # trials of n-grams that this round's tokens completed
+    forced: Sequence[bool] = ()  # whether each row drafted what its grammar forces; empty if none did
 
     @property
     def rows(self) -> int:
@@ -122,6 +128,11 @@ class RoundResult:
     def kept(self) -> list[int]:
         """Draft tokens that were accepted and emitted."""
         return [min(accepted, taken) for accepted, taken in zip(self.accepted, self.taken, strict=True)]
+
+    @property
+    def drafted_freely(self) -> list[int]:
+        """Draft tokens that no grammar forced."""
+        return [count * (not forced) for count, forced in zip_longest(self.drafted, self.forced)]
 
     @property
     def emitted(self) -> int:

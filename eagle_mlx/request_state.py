@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.plan import FORCED
 from eagle_mlx.request import Output, Request, TokenLogprob
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.text import IncrementalText, StopStrings
@@ -30,6 +33,7 @@ class RequestCounts:
     rounds_before: int = 0  # the rounds at the time of the last admission
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    forced: int = 0
     draft_failures: int = 0
     failures_in_a_row: int = 0  # how often the proposer raised since the last draft
     pauses: int = 0
@@ -57,8 +61,11 @@ class RequestCounts:
             self.draft_failures += failed
             self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
 
-    def round_ended(self, drafted: int, accepted: int) -> None:
+    def round_ended(self, drafted: int, accepted: int, forced: bool = False) -> None:
+        """Count a round. forced: whether a grammar forced its draft, which says nothing about what drafts otherwise."""
         self.rounds += 1
+        if forced:
+            self.forced, drafted = self.forced + accepted, 0
         for position in range(drafted):
             if position == len(self.drafted_by_position):
                 self.drafted_by_position.append(0)
@@ -102,6 +109,19 @@ class RequestState:
         self.cut_off: str | None = None
         self.overran = False  # whether the caches hold tokens of the last round that the request did not take
         self.paused = False
+        self._forced = -1, list[int]()  # the number of tokens when the grammar was last asked, and its answer
+
+    @property
+    def forced(self) -> list[int]:
+        """The next tokens that the grammar forces, up to `FORCED`; they are drafts. None if it raises."""
+        if self.grammar is None or self.finish_reason:
+            return []
+        if self._forced[0] != len(self.tokens):
+            most, tokens = min(FORCED, self.room), list[int]()
+            with suppress(Exception):  # a grammar may raise anything; if its mask does too, the request ends
+                tokens = np.array(self.grammar.forced(most)[:most], np.int32).tolist()
+            self._forced = len(self.tokens), tokens
+        return self._forced[1]
 
     @property
     def length(self) -> int:
@@ -147,7 +167,9 @@ class RequestState:
         self.paused = True
         self.counts.pauses += 1
 
-    def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
+    def take(
+        self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = (), forced: bool = False
+    ) -> int:
         """Append a round's tokens up to the first that ends the request, if it has not ended; return how many."""
         if self.finish_reason:
             self.overran = True
@@ -162,7 +184,7 @@ class RequestState:
         self.logprobs.extend(logprobs[:taken])
         accepted = min(taken, len(tokens) - 1)
         self.from_draft += b"\1" * accepted + bytes(taken - accepted)
-        self.counts.round_ended(drafted, accepted)
+        self.counts.round_ended(drafted, accepted, forced)
         return taken
 
     def fail(self, reason: str, refused: bool = False) -> None:
@@ -202,6 +224,7 @@ class RequestState:
             accepted_by_position=counts.accepted_by_position,
             logprobs=self.logprobs if self.wants_logprobs else None,
             lossless=self.lossless,
+            forced=counts.forced,
             draft_failures=counts.draft_failures,
             cached_tokens=counts.cached_tokens,
             error=self.error,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -68,6 +68,10 @@ class Grammar(Protocol):
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens."""
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Return up to `most` tokens of the text that must follow, as it is likely to be written; empty if unknown.
+        They are drafts, so other tokens may spell it. The grammar must not change."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,15 @@ class Steps:
         self.taken.append(token)
         return True
 
+    def forced(self, most: int) -> list[int]:
+        """Return tokens while one is allowed."""
+        before, tokens = list(self.taken), list[int]()
+        while len(tokens) < most and sum(row := self.mask().tolist()) == 1 and (token := row.index(True)) != self.end:
+            self.taken.append(token)
+            tokens.append(token)
+        self.taken = before
+        return tokens
+
     def rollback(self, count: int) -> None:
         assert 0 <= count <= len(self.taken)
         self.deepest = max(self.deepest, count)

@@ -93,17 +93,19 @@ class Draft:
     """For early exit, as in `RoundResult`: every row's confidence at each time that the proposer checked it."""
 
     def replaced(self, other: Draft, rows: Sequence[int]) -> Draft:
-        """Return this draft of chains with those of `other`, which were not drawn, in rows that are not 0.
-
-        They are cut to this draft's width, unless it has none.
-        """
-        if not (width := self.tokens.shape[1]):
-            return replace(other, confidences=self.confidences)
-        tokens = mx.pad(other.tokens[:, :width], [(0, 0), (0, max(0, width - other.tokens.shape[1]))])
+        """Return this draft of chains with those of `other`, which were not drawn, in rows that are not 0."""
         theirs, probs = mx.array([row > 0 for row in rows]), self.probs
-        tokens = mx.where(theirs[:, None], tokens, self.tokens)
+        more = other.tokens.shape[1] - self.tokens.shape[1]
+        ours = mx.pad(self.tokens, [(0, 0), (0, max(0, more))])
+        tokens = mx.where(theirs[:, None], mx.pad(other.tokens, [(0, 0), (0, max(0, -more))]), ours)
         if probs is not None:
-            certain = tokens[..., None] == mx.arange(probs.shape[-1])
-            probs = mx.where(theirs[:, None, None], certain.astype(probs.dtype), probs)
-        lengths = mx.where(theirs, mx.minimum(other.lengths, width), self.lengths)
-        return replace(self, tokens=tokens, lengths=lengths, probs=probs)
+            certain = (tokens[..., None] == mx.arange(probs.shape[-1])).astype(probs.dtype)
+            probs = mx.where(theirs[:, None, None], certain, mx.pad(probs, [(0, 0), (0, max(0, more)), (0, 0)]))
+        return replace(self, tokens=tokens, lengths=mx.where(theirs, other.lengths, self.lengths), probs=probs)
+
+
+def chains(rows: Sequence[Sequence[int]]) -> Draft:
+    """Return a draft of these tokens, which were not drawn. It is as wide as the longest row."""
+    lengths = [len(row) for row in rows]
+    padded = [[*row, *[0] * (max(lengths) - len(row))] for row in rows]
+    return Draft(mx.array(padded, mx.int32).reshape(len(rows), max(lengths)), mx.array(lengths, mx.int32))

@@ -13,13 +13,13 @@ from typing import Any, cast
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, without_row
-from eagle_mlx.decoding.draft import Draft, Tree
+from eagle_mlx.decoding.draft import Draft, Tree, chains
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import Logprobs, SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
-from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.plan import MATCH, PLAIN, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, check_draft
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
@@ -98,10 +98,19 @@ class Batch:
 
     def rooms(self, plan: Plan, drafters: Sequence[Drafter | None]) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes what drafts for it in the plan."""
-        assert self.state is not None
-        lookups = plan.lookups or [0] * len(drafters)
-        drafting = [self.state.may_draft(*row) for row in zip(drafters, map(bool, lookups), strict=True)]
-        return [request.room * drafts for request, drafts in zip(self.requests, drafting, strict=True)]
+        lookups, state = plan.lookups or [0] * len(drafters), self.state
+        rows = zip(self.requests, drafters, map(bool, lookups), strict=True)
+        return [
+            request.room * bool((lookup and request.forced) or (state is not None and state.may_draft(drafter, lookup)))
+            for request, drafter, lookup in rows
+        ]
+
+    def sources(self, drafters: Sequence[Drafter | None]) -> tuple[int, ...]:
+        """Return `Context.sources` of the next round."""
+        matches = (self.state.matches(drafters) if self.state is not None else ()) or [False] * len(self.requests)
+        rows = zip(self.requests, matches, strict=True)
+        sources = tuple(len(request.forced) or MATCH * match for request, match in rows)
+        return sources if any(sources) else ()
 
     @property
     def lost_state(self) -> bool:
@@ -139,8 +148,9 @@ class Batch:
         mx.async_eval(*answer, *outputs[1:], *(logprobs.arrays if logprobs else ()))
         self.commit(verdict)  # after the answer, which does not wait for a recurrent state
         mx.async_eval(self.newest, [state.state for state in self.cache.recurrent])
-        plan = plan if self.state is not None else PLAIN
-        return Round(self, plan, undo, draft, answer, outputs[1:], logprobs, drafters, draft_seconds)
+        plan = PLAIN if self.lost_state else plan
+        forced = [*map(bool, self.forced(plan))]
+        return Round(self, plan, undo, draft, answer, outputs[1:], logprobs, drafters, draft_seconds, forced)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
@@ -151,9 +161,30 @@ class Batch:
         If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
         if the draft is malformed.
         """
-        if self.state is None or self.proposer is None or not plan.size:
+        if not plan.size or self.lost_state:
             return self._no_draft()
-        by, vocab = self.proposer.name, self.target.vocab_size
+        forced = self.forced(plan)
+        looks_up = any(count and not tokens for count, tokens in zip(plan.lookups, forced, strict=False))
+        draft = self._propose(plan) if plan.depth or looks_up else self._no_draft()
+        if self.lost_state:
+            return draft
+        if self.state is not None and plan.depth and plan.lookups:
+            self.state.replaced([row for row, count in enumerate(plan.lookups) if count])
+        if any(forced):
+            draft = draft.replaced(chains(forced), list(map(len, forced)))
+        rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
+        by = self.proposer.name if self.proposer is not None else "none"
+        return check_draft(draft, by, plan, self.rooms(plan, drafters), self.target.vocab_size, self.newest, rejects)
+
+    def forced(self, plan: Plan) -> list[Sequence[int]]:
+        """Return the tokens that each row drafts because its grammar forces them."""
+        rows = zip(self.requests, plan.lookups or [0] * len(self.requests), strict=True)
+        return [request.forced[:count] for request, count in rows]
+
+    def _propose(self, plan: Plan) -> Draft:
+        if self.state is None or self.proposer is None:
+            return self._no_draft()
+        by = self.proposer.name
         try:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
         except Exception:
@@ -162,10 +193,7 @@ class Batch:
             self.state = None
         for request in self.requests:
             request.counts.draft_ended(failed=self.state is None)
-        if self.state is None:
-            return self._no_draft()
-        rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
-        return check_draft(draft, by, plan, self.rooms(plan, drafters), vocab, self.newest, rejects)
+        return draft if self.state is not None else self._no_draft()
 
     def forward(self, draft: Draft, exact: bool = False) -> Forward:
         """Run the target over each row's newest token and its draft."""
@@ -304,6 +332,7 @@ class Round:
     logprobs: Logprobs | None
     drafters: Sequence[Drafter | None]
     draft_seconds: float | None = None  # seconds of drafting, if measured
+    forced: Sequence[bool] = ()  # as in `RoundResult`
 
     def collect(self) -> RoundResult:
         """Wait for the round and give every request its tokens. Only here does the host read from the device. The
@@ -320,7 +349,8 @@ class Round:
         for index, request in enumerate(requests):
             if nan[index] in _NAN_ERRORS:
                 request.fail(_NAN_ERRORS[nan[index]])
-            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ())))
+            forced = any(self.forced[index : index + 1])
+            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ()), forced))
             if nan[index] == NaN.REJECTED:
                 batch.cache.zero(index, request.length)
         if self.draft.tokens.shape[1]:
@@ -337,6 +367,7 @@ class Round:
             paths=paths if self.plan.is_tree else (),
             confidences=self.draft.confidences,
             trials=batch.state.trials(self.drafters) if batch.state is not None else (),
+            forced=self.forced if any(self.forced) else (),
         )
 
 

@@ -8,7 +8,7 @@ from eagle_mlx.engine.admission import Admission, Admit, Read
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.runner import Collect, Decode, Move, Pause, Runner, Work
-from eagle_mlx.plan import PLAIN, Context, Plan
+from eagle_mlx.plan import PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import Policy
 from eagle_mlx.sampling_params import Drafter
 
@@ -106,13 +106,15 @@ class Schedule:
     def _plan(self, batch: Batch, default: Drafter | None) -> tuple[Plan, int | None]:
         """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked."""
         state, drafters = batch.state, batch.drafters(default)
-        if batch.proposer is None or state is None or all(drafter == "none" for drafter in drafters):
+        sources = batch.sources(drafters)
+        drafts = batch.proposer is not None and state is not None and any(drafter != "none" for drafter in drafters)
+        if not (drafts or sources) or batch.lost_state:
             return PLAIN, None
         # Trees need the target's own draws.
         drawn = batch.processors is None and batch.sampling.rules <= {"greedy", "coupled"}
-        can, rows = batch.proposer.abilities, len(batch.requests)
-        model = can.model and any(state.may_draft(drafter, lookup=False) for drafter in drafters)
+        can, rows = batch.proposer.abilities if batch.proposer is not None else Abilities(), len(batch.requests)
+        model = state is not None and can.model and any(state.may_draft(drafter, lookup=False) for drafter in drafters)
         can = replace(can, trees=can.trees and drawn and self.trees, early_exit=can.early_exit and model, model=model)
-        matches, elsewhere = state.matches(drafters), len(self.groups.requests) - rows
-        plan = self.policy.plan(Context(rows, can, self.groups.number(batch), elsewhere, matches)).within(can, matches)
+        elsewhere = len(self.groups.requests) - rows
+        plan = self.policy.plan(Context(rows, can, self.groups.number(batch), elsewhere, sources)).within(can, sources)
         return plan.cut(max(batch.rooms(plan, drafters))), plan.size

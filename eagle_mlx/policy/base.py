@@ -31,7 +31,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Returns the same plan for every round. Rows with a match draft from it; then, the others draft chains.
+    """Returns the same plan for every round. Rows with a source draft from it; then, the others draft chains.
 
     Raises ConfigError if a number is not an integer of at least 0.
     """
@@ -50,7 +50,7 @@ class FixedPolicy:
         return self.nodes > self.k > 0
 
     def plan(self, context: Context) -> Plan:
-        return Plan(self.k, self.nodes, lookups=(self.k,) * len(context.matches)).within(context.can, context.matches)
+        return Plan(self.k, self.nodes, lookups=(self.k,) * len(context.sources)).within(context.can, context.sources)
 
     def observe(self, result: RoundResult) -> None:
         """Learn nothing."""
@@ -99,8 +99,8 @@ class AcceptancePolicy:
 
     def observe(self, result: RoundResult) -> None:
         self._plain_rounds = 0 if result.plan.size else self._plain_rounds + 1
-        if sum(result.drafted):
-            self.rate += self.alpha * (sum(result.accepted) / sum(result.drafted) - self.rate)
+        if drafted := sum(result.drafted_freely):
+            self.rate += self.alpha * (sum(map(min, result.accepted, result.drafted_freely)) / drafted - self.rate)
 
 
 def check_depths(**values: int) -> None:

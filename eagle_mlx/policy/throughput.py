@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median_low
 
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, MATCH, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import estimates
 from eagle_mlx.policy.base import check_depths, check_share
 
@@ -33,7 +33,7 @@ _CHECK = 20  # one in this many early exits uses half the threshold, to check it
 _KEEP = 0.995  # the weight that earlier early exits keep with each new one: half after 138
 
 
-Rows = tuple[bool, ...]  # whether each row has a match, in ascending order
+Rows = tuple[int, ...]  # what each row could draft without a model, as in `Context.sources`, in ascending order
 
 
 def levels_for(nodes: int) -> int:
@@ -42,7 +42,7 @@ def levels_for(nodes: int) -> int:
 
 @dataclass
 class _Yields:
-    """The acceptance of a model's drafts in rows with or without a match; of early exits, in such rounds."""
+    """The acceptance of a model's drafts in rows with or without a source; of early exits, in such rounds."""
 
     positions: estimates.AcceptanceByPosition = field(default_factory=estimates.AcceptanceByPosition)
     ranks: estimates.AcceptanceByRank = field(default_factory=estimates.AcceptanceByRank)
@@ -90,11 +90,10 @@ class ThroughputPolicy:
     """Plans the arm with the most expected tokens per second; plain decoding is one arm.
 
     Expected tokens come from the acceptance by position, or by rank in trees; seconds from rounds of the same kind,
-    rows and size. The acceptance of a model is counted separately for rows with a match. That of matches comes from
-    `RoundResult.trials`. If the proposer reports confidences, a long chain exits early when another token costs more
-    than it is expected to give.
-
-    An arm has one number in `lookups` if a row has a match: the tokens that such rows draft from it, or 0.
+    rows and size. The acceptance of a model is counted separately for rows with a source. That of matches comes from
+    `RoundResult.trials`; forced tokens are certain. If the proposer reports confidences, a long chain exits early when
+    another token costs more than it is expected to give. An arm has one number in `lookups` if a row has a source: the
+    tokens that such rows draft from it, or 0.
 
     The policy also explores neighbors of the best arm and the best arm of each other kind. An arm that loses waits
     twice as long for its next exploration. Explorations may lose the share `explore` of the total time. If that is
@@ -125,10 +124,10 @@ class ThroughputPolicy:
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
         self.wants_trees = bool(self._trees)
         self._drift = estimates.Drift()
-        self._model = {False: _Yields(), True: _Yields()}  # by whether there is a match
+        self._model = {False: _Yields(), True: _Yields()}  # by whether there is a source
         self._matches = estimates.AcceptanceByPosition()
         self._groups: dict[int, _Group] = {}
-        self._drafted: tuple[Plan, Rows] = Plan(1), (False,)  # the latest arm that drafted, and the rows that did
+        self._drafted: tuple[Plan, Rows] = Plan(1), (0,)  # the latest arm that drafted, and the rows that did freely
         self._round = self._deepest = 0
         """The number of rounds, and the depth of the deepest chain so far, n-grams excluded."""
         self._pauses: dict[Plan, int] = {}
@@ -148,8 +147,8 @@ class ThroughputPolicy:
         return self._chosen(context)
 
     def _choose(self, context: Context) -> Plan:
-        matches, group = context.matches or (False,) * context.rows, self._groups.get(context.group, _Group())
-        rows = tuple(sorted(matches))
+        sources, group = context.sources or (0,) * context.rows, self._groups.get(context.group, _Group())
+        rows = tuple(sorted(sources))
         if self._round < _RUN:
             return PLAIN
         arms = self._arms(context.can, self._deepest, any(rows), all(rows))
@@ -158,12 +157,11 @@ class ThroughputPolicy:
         arm = under_way or self._explored(rows, arms, best) or best
         baseline = None if arm == best else self._speed(rows, best)
         plan = self._early_exit(rows, arm) if arm.stop_below is not None else arm
-        lookups = tuple(arm.size * match for match in matches) if any(arm.lookups) else ()
-        return replace(plan, lookups=lookups, baseline=baseline, matches=context.matches)
+        lookups = tuple(arm.size * (source != 0) for source in sources) if any(arm.lookups) else ()
+        return replace(plan, lookups=lookups, baseline=baseline, sources=context.sources)
 
     def _find_arms(self, can: Abilities, deepest: int, some: bool, every: bool) -> list[Plan]:
-        """Return the arms that compete if some or all rows have a match. Chains of a model grow to at most about twice
-        their depth so far."""
+        """Return the arms, if some or all rows have a source. A model's chains grow to about twice the deepest yet."""
         if not can.model:
             return [PLAIN, *self._lookups] if some else [PLAIN]
         grown = deepest >= _SHORT
@@ -183,12 +181,12 @@ class ThroughputPolicy:
 
     def _tokens(self, rows: Rows, arm: Plan) -> float:
         """Return the expected tokens of a row, in the mean."""
-        return sum(rows.count(match) * self._yield(match, arm) for match in set(rows)) / len(rows)
+        return sum(rows.count(source) * self._yield(source, arm) for source in set(rows)) / len(rows)
 
-    def _yield(self, match: bool, arm: Plan) -> float:
-        if match and any(arm.lookups):
-            return self._matches.expected_tokens(arm.size)
-        yields = self._model[match]
+    def _yield(self, source: int, arm: Plan) -> float:
+        if source and any(arm.lookups):
+            return self._matches.expected_tokens(arm.size) if source == MATCH else 1 + min(source, arm.size)
+        yields = self._model[source != 0]
         return yields.ranks.expected_tokens(arm.nodes) if arm.is_tree else yields.positions.expected_tokens(arm.depth)
 
     def _best_chain(self, rows: Rows, early: Plan) -> float:
@@ -255,12 +253,12 @@ class ThroughputPolicy:
             return
         self._round += 1
         size = arm.nodes if arm.is_tree else result.depth
-        rows = result.plan.matches or (False,) * result.rows
+        rows = result.plan.sources or (0,) * result.rows
         self._time(group, arm, result, size)
         self._learn(arm, result, size, rows)
         self._account(group, arm, result, self._seconds(rows, arm, size), tuple(sorted(rows)))
         group.arm, group.rows = arm, result.rows
-        drafting = tuple(match for match, drafted in zip(rows, result.drafted, strict=True) if drafted)
+        drafting = tuple(source for source, drafted in zip(rows, result.drafted_freely, strict=True) if drafted)
         self._drafted = (arm, drafting) if drafting else self._drafted
 
     def _arm(self, plan: Plan) -> Plan | None:
@@ -271,7 +269,7 @@ class ThroughputPolicy:
             arm = self._early
         else:
             arm = Plan(plan.depth) if plan.depth <= self.max_depth and plan.size <= self.max_lookup else None
-        lookups = (max(plan.lookups, default=0),) if plan.size and (plan.matches or plan.lookups) else ()
+        lookups = (max(plan.lookups, default=0),) if plan.size and (plan.sources or plan.lookups) else ()
         return arm and replace(arm, lookups=lookups)
 
     def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
@@ -301,12 +299,13 @@ class ThroughputPolicy:
             yields.short = _KEEP * yields.short + self._seconds(rows, arm, size) * self._best_chain(rows, arm)
             self._speed.cache_clear()
             size = min(size, _SHORT)  # only good drafts go further, which would bias these shares
-        for match in set(rows) if arm.depth else ():
-            own = [row for row, other in enumerate(rows) if other == match and not (match and any(arm.lookups))]
+        places = {source != 0 for source in rows if not (source and any(arm.lookups))} if arm.depth else ()
+        for place in places:
+            own = [row for row, source in enumerate(rows) if (source != 0) == place]
             if arm.is_tree:
-                self._model[match].ranks.add(size, [result.paths[row] for row in own])
+                self._model[place].ranks.add(size, [result.paths[row] for row in own])
             else:
-                self._model[match].positions.add(size, [result.accepted[row] for row in own])
+                self._model[place].positions.add(size, [result.accepted[row] for row in own])
 
     def _account(self, group: _Group, arm: Plan, result: RoundResult, seconds: float, rows: Rows) -> None:
         """Count what an exploration lost, and decide whether it continues."""

@@ -115,7 +115,8 @@ class ProposerState(ABC):
         """Continue from a `draft_cache` of the beginning of a single row that has read nothing."""
 
     def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
-        """Return `Context.matches` of the next round. `drafters`: as in `may_draft`."""
+        """Return in which rows n-grams match, for those that may draft from them; empty if in none. `drafters`: as in
+        `may_draft`."""
         return ()
 
     def replaced(self, rows: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize, RaggedCache
-from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.draft import Draft, chains
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, Trial
@@ -129,10 +129,7 @@ class NgramState(ProposerState):
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         counts = plan.lookups or [plan.depth] * len(self.rows)
-        drafts = [row.match[:count] if count else [] for row, count in zip(self.rows, counts, strict=True)]
-        width = max(map(len, drafts))  # the target need not read more
-        padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in drafts], mx.int32)
-        return Draft(padded.reshape(len(drafts), width), mx.array([len(tokens) for tokens in drafts], mx.int32))
+        return chains([row.match[:count] if count else [] for row, count in zip(self.rows, counts, strict=True)])
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         rows = zip(self.rows, drafters, strict=True)
@@ -221,8 +218,10 @@ class HybridState(ProposerState):
         drafted = self.model.draft(plan, sampling, positions)
         if not plan.lookups:
             return drafted
-        self.model.replaced([row for row, count in enumerate(plan.lookups) if count])
         return drafted.replaced(self.ngrams.draft(plan, sampling, positions), plan.lookups)
+
+    def replaced(self, rows: Sequence[int]) -> None:
+        self.model.replaced(rows)
 
     def prefill(self, seen: Observation) -> None:
         self.model.prefill(seen)

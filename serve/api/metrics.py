@@ -36,6 +36,7 @@ _TOTALS: _Numbers[Totals] = (
     (_COUNTER, "vllm:spec_decode_num_drafts", "Rounds of a request with draft tokens", lambda t: t.drafts),
     (_COUNTER, "vllm:spec_decode_num_draft_tokens", "Draft tokens", lambda t: t.drafted),
     (_COUNTER, "vllm:spec_decode_num_accepted_tokens", "Accepted and emitted draft tokens", lambda t: t.accepted),
+    (_COUNTER, "eagle:forced_tokens", "Accepted tokens that a grammar forced; not draft tokens", lambda t: t.forced),
     (_COUNTER, "eagle:rounds", "Target forwards", lambda t: t.rounds),
     (_COUNTER, "eagle:plain_rounds", "Target forwards without draft tokens", lambda t: t.plain_rounds),
     (_COUNTER, "eagle:row_rounds", "Target forwards, counted once per request in them", lambda t: t.row_rounds),
@@ -236,6 +237,8 @@ class SpeculationCounts(Shape):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_forced_tokens: int
+    """Accepted tokens that a grammar forced. They are not draft tokens."""
     num_draft_failures: int
     """How often the proposer raised. After three times in a row, a request decodes plainly."""
     lossless: bool
@@ -291,6 +294,7 @@ def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
         num_spec_steps=steps,
         num_draft_tokens=drafted,
         num_accepted_draft_tokens=accepted,
+        num_forced_tokens=sum(o.forced for o in outputs),
         num_draft_failures=sum(o.draft_failures for o in outputs),
         lossless=all(o.lossless for o in outputs),
     )

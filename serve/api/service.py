@@ -98,6 +98,8 @@ class Totals:
     accepted_by_position: list[int] = field(default_factory=list)
     bonus: int = 0
     """Tokens that the target added after drafts of which every token was accepted."""
+    forced: int = 0
+    """Accepted tokens that a grammar forced, which are not draft tokens."""
     emitted: int = 0
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -111,9 +113,11 @@ class Totals:
     whole: Histogram = field(default_factory=Histogram)
 
     def observe(self, result: RoundResult) -> None:
-        drafted, accepted, draft_seconds = sum(result.drafted), result.kept, result.draft_seconds or 0.0
+        drafts, draft_seconds = result.drafted_freely, result.draft_seconds or 0.0
+        drafted, accepted = sum(drafts), [*map(min, drafts, result.kept)]
         self.rounds += 1
-        self.plain_rounds += drafted == 0
+        self.plain_rounds += not result.depth
+        self.forced += sum(result.kept) - sum(accepted)
         self.row_rounds += sum(map(bool, result.taken))
         self.emitted += result.emitted
         self.verify_seconds += max(0.0, result.seconds - draft_seconds)
@@ -122,11 +126,11 @@ class Totals:
         self.rounds_by_depth[self.depth] += 1
         if not drafted:
             return
-        self.drafts += sum(count > 0 for count in result.drafted)
+        self.drafts += sum(count > 0 for count in drafts)
         self.drafted += drafted
         self.accepted += sum(accepted)
-        rows = zip(result.drafted, result.accepted, result.taken, strict=True)
-        self.bonus += sum(0 < drafts == kept < taken for drafts, kept, taken in rows)
+        rows = zip(drafts, result.accepted, result.taken, strict=True)
+        self.bonus += sum(0 < count == kept < taken for count, kept, taken in rows)
         new = result.depth - len(self.accepted_by_position)
         self.accepted_by_position += [0] * max(0, new)
         for count in accepted:

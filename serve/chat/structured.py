@@ -104,7 +104,12 @@ class Grammars:
                 raise
             log_once(f"tools are not held to their schemas: {e}")
             text = vetted(bare)
-        return lambda: lark.MatcherGrammar(vetting.matcher(self.tokenizer(), text), self._vocab, self._ends)
+
+        def grammar() -> Grammar:
+            tokenizer = self.tokenizer()
+            return lark.MatcherGrammar(vetting.matcher(tokenizer, text), tokenizer, self._vocab, self._ends)
+
+        return grammar
 
     def _read_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer for llguidance. This takes a second. Raises ConfigError if grammars cannot use it."""

@@ -56,7 +56,7 @@ def some_branch(draft: Draft, row: int, rng: np.random.Generator) -> list[int]:
 @settings(max_examples=some(15), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(0, 1000))
 def test_drafts_equal_those_of_a_model_without_a_cache(cache: str, rows: int, depths: list[int], seed: int) -> None:
-    """After rounds of any kind and depth with random acceptance, some of others' drafts, while rows sit out or leave."""
+    """After rounds of any kind and depth with random acceptance, of others' drafts too, while rows sit out or leave."""
     draft, rng = CACHES[cache], np.random.default_rng(seed)
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, seed=4)][:rows]
     texts = [[int(t) for t in rng.integers(0, VOCAB, 1 + 8 * row)] for row in range(rows)]

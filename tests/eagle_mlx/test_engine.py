@@ -568,7 +568,7 @@ class Turns:
         self.nodes, self.lookup = nodes, False
 
     def plan(self, context: Context) -> Plan:
-        return Plan(3, self.nodes, lookups=(3 * self.lookup,) * len(context.matches))
+        return Plan(3, self.nodes, lookups=(3 * self.lookup,) * len(context.sources))
 
     def observe(self, result: RoundResult) -> None:
         self.lookup = not self.lookup

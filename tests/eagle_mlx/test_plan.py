@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.plan import PLAIN, Abilities, Context, Plan, RoundResult, Trial
+from eagle_mlx.plan import MATCH, PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from tests.fakes import tiny_head, tiny_target
 
 LOOKUPS = st.lists(st.integers(0, 16), max_size=4).map(tuple)
@@ -22,7 +22,7 @@ COUNTS = st.lists(st.integers(0, 16), min_size=1, max_size=4)
 def restored(sent: str) -> RoundResult:
     fields: dict[str, Any] = json.loads(sent)
     plan, trials = plan_of(fields["plan"]), [Trial(*each) for each in fields["trials"]]
-    return RoundResult(**{**fields, "plan": plan, "trials": trials})
+    return RoundResult(**{**fields, "plan": plan, "trials": trials, "forced": tuple(fields["forced"])})
 
 
 def plan_of(fields: dict[str, Any]) -> Plan:
@@ -116,23 +116,23 @@ HEAD, TEXT = Abilities(trees=True, early_exit=True), Abilities(model=False)
 
 
 @pytest.mark.parametrize(
-    ("plan", "can", "matches", "nearest"),
+    ("plan", "can", "sources", "nearest"),
     [
-        (Plan(4, lookups=(4, 4)), HEAD, (True, False), Plan(4, lookups=(4, 0))),
-        (Plan(4, lookups=(4, 4)), HEAD, (True, True), Plan(0, lookups=(4, 4))),
+        (Plan(4, lookups=(4, 4)), HEAD, (MATCH, 0), Plan(4, lookups=(4, 0))),
+        (Plan(4, lookups=(4, 4)), HEAD, (MATCH, 3), Plan(0, lookups=(4, 4))),
         (Plan(4, lookups=(4, 4)), HEAD, (), Plan(4)),
-        (Plan(3, 8, lookups=(4, 4)), HEAD, (True, False), Plan(3, lookups=(4, 0))),
-        (Plan(3, 8, lookups=(0, 0)), HEAD, (True, False), Plan(3, 8)),
-        (Plan(4, stop_below=0.5), TEXT, (True, False), Plan(0, lookups=(4, 0))),
-        (Plan(4, lookups=(2, 2)), TEXT, (True, False), Plan(0, lookups=(2, 0))),
+        (Plan(3, 8, lookups=(4, 4)), HEAD, (MATCH, 0), Plan(3, lookups=(4, 0))),
+        (Plan(3, 8, lookups=(0, 0)), HEAD, (MATCH, 0), Plan(3, 8)),
+        (Plan(4, stop_below=0.5), TEXT, (MATCH, 0), Plan(0, lookups=(4, 0))),
+        (Plan(4, lookups=(2, 2)), TEXT, (MATCH, 0), Plan(0, lookups=(2, 0))),
         (Plan(4, 8), TEXT, (), PLAIN),
     ],
 )
-def test_only_rows_with_a_match_draft_from_it(
-    plan: Plan, can: Abilities, matches: tuple[bool, ...], nearest: Plan
+def test_only_rows_with_a_source_draft_from_it(
+    plan: Plan, can: Abilities, sources: tuple[int, ...], nearest: Plan
 ) -> None:
     """A plan with lookups is for chains. If every row has one, no model drafts."""
-    assert plan.within(can, matches) == nearest
+    assert plan.within(can, sources) == nearest
 
 
 @pytest.mark.parametrize(

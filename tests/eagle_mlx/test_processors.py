@@ -298,6 +298,9 @@ class Short:
         self.taken += 1
         return self.taken <= 3 or bool(self.rollback(1))
 
+    def forced(self, most: int) -> list[int]:
+        return []
+
     def rollback(self, count: int) -> None:
         self.taken -= count
 

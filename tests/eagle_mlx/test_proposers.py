@@ -271,7 +271,7 @@ def test_ngrams_match_only_in_rows_that_may_draft_from_them() -> None:
 
 
 def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None:
-    """A looked-up token is certain. Drafts are as wide as the model's; a shorter match is padded."""
+    """A looked-up token is certain. The draft is as wide as the longest row's."""
     target = tiny_target()
     head = em.HeadProposer(tiny_head(target))
     for most, matches in ((3, [[9, 8, 9, 8, 9], [7, 6, 7]]), (1, [[5, 4, 3, 5], [2, 2]])):
@@ -285,13 +285,15 @@ def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None
             aux = mx.ones((3, 5, target.hidden_size)) * mx.arange(5)[:, None]
             open_state.prefill(Observation([[*text[1:], 5] for text in texts], (aux,) * len(head.aux_layers)))
         drafted, by_head = state.draft(Plan(most, lookups=(8, 0, 8)), batch, at), alone.draft(Plan(most), batch, at)
-        assert drafted.tokens.shape == by_head.tokens.shape
+        widest = max(most, *(len(state.ngrams.rows[row].match[:8]) for row in (0, 2)))
+        assert drafted.tokens.shape == (3, widest)
         assert drafted.probs is not None
         assert by_head.probs is not None
-        assert mx.array_equal(drafted.tokens[1], by_head.tokens[1])
-        assert mx.array_equal(drafted.probs[1], by_head.probs[1])
+        assert drafted.lengths[1].item() == most
+        assert mx.array_equal(drafted.tokens[1, :most], by_head.tokens[1])
+        assert mx.array_equal(drafted.probs[1, :most], by_head.probs[1])
         for row in (0, 2):
-            match = state.ngrams.rows[row].match[:most]
+            match = state.ngrams.rows[row].match[:8]
             assert drafted.lengths[row].item() == len(match) > 0
             assert drafted.tokens[row, : len(match)].tolist() == match
             certain = mx.take_along_axis(drafted.probs[row], drafted.tokens[row][:, None], axis=-1)

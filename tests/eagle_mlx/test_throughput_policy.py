@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.engine.cost_curve import curve_of
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult, Trial
+from eagle_mlx.plan import CONFIDENCE_LAG, MATCH, PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, CURVES, EARLY_EXITS, World, result
@@ -286,7 +286,7 @@ def test_n_grams_that_find_nothing_are_no_exploration() -> None:
 @pytest.mark.parametrize("right", [0, 16])
 def test_n_grams_are_judged_by_the_text_without_drafting(right: int) -> None:
     """N-grams match in each round, but have not drafted yet."""
-    policy, here = policy_for("M5 Max"), Context(1, matches=(True,))
+    policy, here = policy_for("M5 Max"), Context(1, sources=(MATCH,))
     World(chance=0.0).run(policy, 100)
     trial = Trial(max(right, 1), right)
     for _ in range(20):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult, Trial
+from eagle_mlx.plan import CONFIDENCE_LAG, MATCH, PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from eagle_mlx.policy import Policy
 from tests.full import in_full
 
@@ -106,7 +106,8 @@ class World:
         passage = self.rounds // PASSAGE
         repeats = int((passage + 1) * self.share) > int(passage * self.share)
         matches = tuple(repeats and row >= self.apart for row in range(rows))
-        context = Context(rows, self.can, group, matches=matches if any(matches) else ())
+        sources = tuple(MATCH * match for match in matches) if any(matches) else ()
+        context = Context(rows, self.can, group, sources=sources)
         ahead = self._ahead.pop(group, None)
         plan = ahead or policy.plan(context)
         assert ahead or self.rounds % ASKED_TWICE or policy.plan(context) == plan

@@ -83,6 +83,26 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     assert sum(output.accepted for output in outputs) > 0
 
 
+def test_a_schema_of_ten_required_fields_takes_at_most_half_of_the_rounds() -> None:
+    """A bias keeps a random model from writing blanks between the fields."""
+    target, tokenizer = target_of("qwen"), tokenizer_of("qwen")
+    names = [f"{name}_{part}" for name in ("customer", "order") for part in ("id", "date", "name", "address", "total")]
+    fields = {name: {"enum": [True, False]} for name in names}
+    schema = {"type": "object", "properties": fields, "required": names, "additionalProperties": False}
+    blanks = [token for token in range(target.vocab_size) if tokenizer.decode([token]).isspace()]
+    params = SamplingParams(
+        max_tokens=400,
+        grammar=Grammars.of(target).grammar(by_schema(schema)),
+        logit_bias=dict.fromkeys(blanks, -100.0),
+    )
+    prompt = ChatFormat.of(target).chat(HELLO).tokens()
+    plain, forced = (em.Engine(target, policy=FixedPolicy(k)).generate([prompt], params)[0] for k in (0, 16))
+    assert json.loads(forced.text).keys() == set(names)
+    assert forced.tokens == plain.tokens
+    assert forced.rounds <= plain.rounds / 2
+    assert forced.rounds + forced.forced == len(forced.tokens) == plain.rounds
+
+
 def test_a_model_may_think_before_it_follows_the_schema() -> None:
     """A random model would not end its reasoning, so a bias helps."""
     target = target_of("thinking")
