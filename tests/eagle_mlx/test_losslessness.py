@@ -564,6 +564,13 @@ class Forbids(Steps):
         return token < self.vocab and bool(np.array(self.mask())[token])
 
 
+class Hints(Forbids):
+    """Names a token as forced although others are allowed."""
+
+    def forced(self, most: int) -> list[int]:
+        return [3, 5][:most]
+
+
 @cache
 def allowed_by_last(last: int) -> mx.array:
     return mx.array([token != (last + 3) % SMALL for token in range(SMALL)])
@@ -608,10 +615,12 @@ def guided_law() -> Array:
     return np.asarray(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0].prod(axis=1))
 
 
-def guided_texts(policy: Callable[[], Policy], acceptance: Acceptance) -> tuple[Array, int]:
-    """Return texts by the engine, [N, GUIDED_LENGTH], and how many draft tokens were accepted."""
+def guided_texts(
+    policy: Callable[[], Policy], acceptance: Acceptance, grammar: type[Forbids] = Forbids
+) -> tuple[Array, int]:
+    """Return texts by the engine, [N, GUIDED_LENGTH], and how many draft or forced tokens were accepted."""
     drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
-    params, outputs = replace(SHARP, grammar=Forbids, acceptance=acceptance), list[em.Output]()
+    params, outputs = replace(SHARP, grammar=grammar, acceptance=acceptance), list[em.Output]()
     for _ in range(ENGINE_DRAWS // ENGINE_ROWS):  # rows that start together are drafted for together
         engine = em.Engine(
             small_target(0),
@@ -623,7 +632,8 @@ def guided_texts(policy: Callable[[], Policy], acceptance: Acceptance) -> tuple[
         )
         outputs += engine.generate([GUIDED_PROMPT] * ENGINE_ROWS, params)
     assert [output.error for output in outputs if output.error] == []
-    return np.array([output.tokens for output in outputs]), sum(output.accepted for output in outputs)
+    accepted = sum(output.forced if grammar is Hints else output.accepted for output in outputs)
+    return np.array([output.tokens for output in outputs]), accepted
 
 
 GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
@@ -636,7 +646,16 @@ GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
 
 @pytest.mark.parametrize(("policy", "acceptance"), diagonal(GUIDED_POLICIES, ["rejection", "coupled"]))
 def test_texts_with_a_grammar_follow_the_target(policy: str, acceptance: Acceptance) -> None:
-    texts, accepted = guided_texts(GUIDED_POLICIES[policy], acceptance)
+    assert_guided(*guided_texts(GUIDED_POLICIES[policy], acceptance))
+
+
+@pytest.mark.parametrize(("first", "acceptance"), diagonal([0, 2], ["rejection", "coupled"]))
+def test_texts_with_forced_tokens_follow_the_target(first: int, acceptance: Acceptance) -> None:
+    """A grammar may be wrong about what is forced: its tokens are drafts, in all rows or in every other one."""
+    assert_guided(*guided_texts(lambda: Alternating(first), acceptance, Hints))
+
+
+def assert_guided(texts: Array, accepted: int) -> None:
     assert not misses(texts, guided_law(), SMALL)
     assert not misses(texts[:, :1], guided_law().reshape(SMALL, -1).sum(axis=1), SMALL)
     assert accepted > 0
