@@ -138,7 +138,7 @@ class Runner:
 
     def _dispatch(self, work: Decode, measured: bool) -> None:
         self.depth = self.depth if work.depth is None else work.depth
-        drafts = work.plan.depth > 0  # by a model, which takes time
+        drafts = work.plan.size > 0
         self._drafting += drafts
         measured = measured and drafts and self._drafting % _MEASURED == 1
         began = self.clock()
@@ -155,7 +155,7 @@ class Runner:
         if done.draft_seconds is not None:
             self._draft_share = done.draft_seconds / seconds
         self.groups.serve(done.batch)
-        drafting = self._draft_share * seconds if result.plan.depth else 0.0
+        drafting = self._draft_share * seconds if result.plan.size else 0.0
         return replace(result, seconds=seconds, draft_seconds=drafting, group=self.groups.number(done.batch))
 
     def _lap(self) -> float:

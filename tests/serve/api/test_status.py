@@ -126,6 +126,13 @@ def test_bonus_tokens_come_after_fully_accepted_drafts() -> None:
     assert (totals.bonus, totals.accepted, totals.emitted) == (1, 4, 7)
 
 
+def test_forced_tokens_are_counted_apart_from_drafts() -> None:
+    totals, plan = Totals(), Plan(2, lookups=(4, 0, 2))
+    totals.observe(RoundResult(plan, [4, 2, 2], [3, 1, 2], [4, 2, 3], seconds=0.1, forced=(True, False, False)))
+    assert (totals.forced, totals.drafted, totals.accepted, totals.drafts, totals.bonus) == (3, 4, 3, 2, 1)
+    assert (totals.emitted, totals.plain_rounds, totals.accepted_by_position[:2]) == (9, 0, [2, 1])
+
+
 def test_a_request_is_logged_in_one_line_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "eagle_mlx.serve")
     with live() as server:
