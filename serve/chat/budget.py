@@ -87,6 +87,11 @@ class BudgetedThought:
             self._inner.rollback(count)
         del self._tokens[len(self._tokens) - count :], self._states[len(self._states) - count :]
 
+    def forced(self, most: int) -> Sequence[int]:
+        if self._states[-1] == self._most:
+            return self._tag[:most]
+        return self._inner.forced(most) if self._inner is not None else []
+
     def _next(self) -> int:
         """Return the state after the newest token."""
         state = self._states[-1]
