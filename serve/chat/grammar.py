@@ -156,10 +156,10 @@ class MatcherGrammar:
         took 22 s for a pattern of a million letters."""
         ahead, tokens = self._matcher.deep_copy(), list[int]()
         while len(tokens) < most:
-            allowed = np.flatnonzero(self._allowed(ahead.deep_copy())).tolist()
-            if not 0 < len(allowed) <= _SPELLINGS or not self._ends.isdisjoint(allowed):
+            allowed = np.flatnonzero(self._allowed(ahead.deep_copy()))
+            if not 0 < allowed.size <= _SPELLINGS or not self._ends.isdisjoint(allowed.tolist()):
                 break
-            texts = {token: self._tokenizer.decode_bytes([token]) for token in allowed}
+            texts = {token: self._tokenizer.decode_bytes([token]) for token in allowed.tolist()}
             longest = max(texts, key=lambda token: len(texts[token]))
             if not all(map(texts[longest].startswith, texts.values())) or not ahead.try_consume_tokens([longest]):
                 break
