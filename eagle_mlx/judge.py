@@ -1,7 +1,8 @@
 """Judge two heads on the same answers of the target: each drafts along them, round by round, as in decoding.
 
 A greedy or seeded answer is the target's own, whatever drafts. So the target writes each answer once, and reads it once
-for its hidden states; then only the heads compute. Each begins its rounds where its former round ended.
+for its hidden states; then only the heads compute. Each begins its rounds where its former round ended. N-grams may
+need a round more in decoding, where a plain round is dispatched before the text that would match is known.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class NgramState(ProposerState):
 
     def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
         rows = zip(self.rows, drafters, strict=True)
-        matches = tuple(_may_look_up(drafter) and bool(row.match) for row, drafter in rows)
+        matches = tuple(drafter != "none" and bool(row.match) for row, drafter in rows)
         return matches if any(matches) else ()
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
@@ -133,7 +133,7 @@ class NgramState(ProposerState):
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         rows = zip(self.rows, drafters, strict=True)
-        return [trial for row, drafter in rows if _may_look_up(drafter) for trial in row.ended()]
+        return [trial for row, drafter in rows if drafter != "none" for trial in row.ended()]
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):
@@ -151,8 +151,9 @@ class NgramState(ProposerState):
         return taken
 
 
-def _may_look_up(drafter: Drafter | None) -> bool:
-    return drafter in (None, "ngrams")
+def _without_model(drafters: Sequence[Drafter | None]) -> list[Drafter | None]:
+    """Return what n-grams may draft for each row, if there is a model, too."""
+    return ["none" if drafter == "model" else drafter for drafter in drafters]
 
 
 class HybridProposer(Proposer):
@@ -204,10 +205,10 @@ class HybridState(ProposerState):
         self.ngrams.enter(namespaces)
 
     def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
-        return self.ngrams.matches(drafters)
+        return self.ngrams.matches(_without_model(drafters))
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
-        return self.ngrams.trials(drafters)
+        return self.ngrams.trials(_without_model(drafters))
 
     def may_draft(self, drafter: Drafter | None, lookup: bool) -> bool:
         return drafter not in ("none", "model" if lookup else "ngrams")

@@ -50,7 +50,7 @@ def test_every_kind_of_head_has_the_rounds_of_real_decoding(kind: str) -> None:
     assert check_rounds(target, em.HeadProposer(heads.ALL[kind](target))) > 0
 
 
-@pytest.mark.parametrize("name", ["n-grams", "draft model", "recurrent draft model"])
+@pytest.mark.parametrize("name", ["draft model", "recurrent draft model"])
 def test_other_proposers_too(name: str) -> None:
     target = tiny_target(vocab=48)
     assert check_rounds(target, heads.PROPOSERS[name](target)) > 0

@@ -267,18 +267,16 @@ def test_recipes_and_the_card_template_are_packaged() -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-8b", "llama3.1-8b"])
-def test_the_bytes_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
+def test_the_shares_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
     recipe = load_recipe(name)
     target = described_target(name, recipe.model)
     bound = bound_of(TrainConfig.of(**recipe.settings), target)
-    config, whole = bound.config, bound.weights
-    cells = [f"`{name}`", f"{whole / 1e9:.2f} GB"]
-    for bits in (16, 8, 4):
-        head = KINDS[config.head.kind].blank(target, config)
+    guide = (Path(__file__).parents[2] / "docs" / "heads.md").read_text(encoding="utf-8")
+    assert "have 17 to 19 % of the size of a 4-bit target, in 8 bits 9 to 10 %, in 4 bits 5 %" in guide
+    for bits, shares in ((16, (17, 18, 19)), (8, (9, 10)), (4, (5,))):
+        head = KINDS[bound.config.head.kind].blank(target, bound.config)
         head.set_dtype(mx.bfloat16)
         if bits < 16:
             quantize(head, bits, 64)
         size = sum(x.nbytes for x in weights_of(head).values())
-        cells.append(f"{size / 1e6:.0f} MB, {100 * size / whole:.1f} %")
-    guide = Path(__file__).parents[2] / "docs" / "heads.md"
-    assert f"| {' | '.join(cells)} |" in guide.read_text(encoding="utf-8")
+        assert round(100 * size / bound.weights) in shares
