@@ -218,3 +218,19 @@ def check(engine: em.Engine) -> None:
             for each in caches.parts:
                 assert slots(each) <= bound(rows, longest + DEPTH + 1)
                 assert each.keys is None or each.keys.shape[0] <= engine.max_batch
+
+
+@pytest.mark.parametrize("length", [3, 9, 20])
+def test_a_window_forgets_all_entries_after_a_length_and_none_before_it(length: int) -> None:
+    """Snapshots are cut here: what a row read after the cut must not stay in the buffer, as it may be NaN."""
+    window, written, dim = 8, length + 3, 2
+    cache = RaggedCache([lambda lengths: RaggedWindow(lengths, window)], 1)
+    [part] = cache.parts
+    for position in range(written):
+        entry = mx.full((1, 1, 1, dim), position + 1.0)
+        part.update_and_fetch(entry, entry)
+        cache.advance(1)
+    cache.sync([written])
+    part.forget_after(length)
+    kept = {int(x) for x in np.array(part.keys)[0, 0, :, 0] if x}
+    assert kept == {position + 1 for position in range(max(0, written - part.ring), length)}

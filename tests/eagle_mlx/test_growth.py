@@ -102,6 +102,10 @@ def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
     assert 1 <= shape.width < shape.children <= max(nodes, 4)
 
 
+def test_the_first_level_has_the_children_of_one_node_and_the_others_those_of_all() -> None:
+    assert [TreeShape(2, 4).candidates(levels) for levels in (1, 2, 4)] == [4, 12, 28]
+
+
 def test_a_tree_accepts_more_than_a_chain_with_the_same_text() -> None:
     target = em.load_target("checkpoints/target")
     proposer = em.HeadProposer(em.load_head("checkpoints/head", target))

@@ -107,5 +107,7 @@ def test_a_lookup_looks_at_few_places_and_blocks() -> None:
 def test_drafts_end_where_places_disagree() -> None:
     assert likeliest([[2, 3, 4], [2, 3, 5], [2, 3, 6]]) == [1, 2]
     assert likeliest([[2, 3, 4], [2, 3, 4], [2, 9, 9]]) == [1, 2, 3]
+    assert likeliest([[2]] * 9 + [[3]] * 8 + [[4]] * 3) == [1]  # with a share of 0.45, and the bar is 0.4
+    assert likeliest([[2]] * 7 + [[3]] * 7 + [[4]] * 6) == []
     assert likeliest([[0, 5]]) == []  # a text ended there
     assert likeliest([]) == []

@@ -18,7 +18,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows
 from eagle_mlx.train.kinds import KINDS, resolve
-from eagle_mlx.train.kinds.block import unroll_blocks, with_latents
+from eagle_mlx.train.kinds.block import spread_layers, unroll_blocks, with_latents
 from eagle_mlx.train.kinds.eagle3 import share_of, unroll_masks
 from eagle_mlx.train.step.inputs import ANCHORS, make_anchor_plan
 from eagle_mlx.train.step.losses import confidence_loss
@@ -226,3 +226,8 @@ def test_a_new_head_has_the_blocks_and_layers_that_the_settings_ask_for(name: st
     head = kind.new(model, config, None, kind.aux_layers(model, config))
     assert name == "peagle" or head.config.drafts == 3
     assert head.config.num_hidden_layers == layers
+
+
+def test_a_block_head_reads_layers_from_the_second_to_the_third_from_the_end() -> None:
+    """The layers of z-lab's DFlash heads for 36 layers, and what is left of them in smaller models."""
+    assert [spread_layers(count) for count in (36, 5, 3)] == [(1, 9, 17, 25, 33), (1, 2), (1,)]
