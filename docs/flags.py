@@ -34,6 +34,8 @@ COMMANDS = (
     ("eagle-heads", "find"),
     ("eagle-heads", "pull"),
     ("eagle-heads", "compare"),
+    ("eagle-heads", "certify"),
+    ("eagle-heads", "show"),
     ("eagle-doctor",),
     ("eagle-convert",),
     ("eagle-convert", "mtp"),

@@ -20,7 +20,12 @@ _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", 
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
 """Further copies of the weights, in the layouts of Mistral and Meta and in subfolders."""
 _TORCH = "pytorch_model*.bin"
-_REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
+CERTIFICATE = "certificate.json"
+"""A head's certificate in its folder, which `eagle-heads certify` writes."""
+_REPLACED = (
+    *("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json"),
+    *("report.json", "plots/*", CERTIFICATE),
+)
 """Files of an older head to delete when a newer one is published."""
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a pointer (Git LFS, docs/spec.md)
 _QUICK = 5.0  # timeout in seconds; a reachable hub answers in less than one

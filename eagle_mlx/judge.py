@@ -126,32 +126,19 @@ class Judge:
         curve: the target's cost curve, for expected speeds (`engine.cost_curve`).
         """
         with progress_bar(total=len(prompts), desc="judging", unit="prompt", disable=not progress) as bar:
-            for recording in self._record(prompts, params):
-                if recording is not None:
+            for recording in record(self.target, self.layers, prompts, params):
+                if recording is None:
+                    self.left_out += 1
+                else:
                     self.add(recording)
                 bar.update()
         if not self.drafted:
             raise EagleError(f"the target's answers to all {len(prompts)} prompts loop; use other prompts")
         return self.comparison(curve)
 
-    def _record(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[Recording | None]:
-        """Yield a recording of the answer to each prompt, or None if it loops."""
-        engine, seeds = Engine(self.target), count()
-        for start in range(0, len(prompts), engine.max_batch):
-            group = [list(prompt) for prompt in prompts[start : start + engine.max_batch]]
-            own = [replace(params, seed=next(seeds), acceptance="coupled") for _ in group]
-            for prompt, answered, output in zip(group, own, engine.generate(group, own), strict=True):
-                if output.error is not None:
-                    raise EagleError(f"the target cannot answer a prompt of {len(prompt)} tokens: {output.error}")
-                loops = is_loop(output.tokens)
-                self.left_out += loops
-                yield None if loops else self.recording([*prompt, *output.tokens], len(prompt), answered)
-
     def recording(self, text: Sequence[int], answer: int, params: SamplingParams) -> Recording:
         """Read a text of the target. `answer`, `params`: see `Recording`."""
-        states = self.target.forward(mx.array([text[:-1]], mx.int32), aux_layers=self.layers).aux
-        mx.eval(states)
-        return Recording(text, answer, params, dict(zip(self.layers, states, strict=True)))
+        return _read(self.target, self.layers, text, answer, params)
 
     def add(self, recording: Recording) -> None:
         """Let both proposers draft along a recording, which is one conversation of the comparison."""
@@ -172,6 +159,30 @@ class Judge:
             speed = gain_of(old, new, first.round_seconds / second.round_seconds)
         tokens = sum(part.tokens for part in old)
         return Comparison(first, second, gain_of(old, new), speed, self.depth, tokens, self.left_out)
+
+
+def record(
+    target: Target, layers: Sequence[int], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Iterator[Recording | None]:
+    """Have the target answer the prompts; yield a recording of each answer, or None if it loops.
+
+    layers: those whose states are kept. params: see `Judge.compare`. Raises EagleError if an answer fails.
+    """
+    engine, seeds = Engine(target), count()
+    for start in range(0, len(prompts), engine.max_batch):
+        group = [list(prompt) for prompt in prompts[start : start + engine.max_batch]]
+        own = [replace(params, seed=next(seeds), acceptance="coupled") for _ in group]
+        for prompt, answered, output in zip(group, own, engine.generate(group, own), strict=True):
+            if output.error is not None:
+                raise EagleError(f"the target cannot answer a prompt of {len(prompt)} tokens: {output.error}")
+            loops = is_loop(output.tokens)
+            yield None if loops else _read(target, layers, [*prompt, *output.tokens], len(prompt), answered)
+
+
+def _read(target: Target, layers: Sequence[int], text: Sequence[int], answer: int, params: SamplingParams) -> Recording:
+    states = target.forward(mx.array([text[:-1]], mx.int32), aux_layers=layers).aux
+    mx.eval(states)
+    return Recording(text, answer, params, dict(zip(layers, states, strict=True)))
 
 
 def draft_along(proposer: Proposer, recording: Recording, depth: int, target: Target) -> Drafting:

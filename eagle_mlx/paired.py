@@ -52,6 +52,19 @@ def tau(decoded: Sequence[Decoded]) -> float:
     return sum(part.tokens for part in decoded) / max(1, sum(part.rounds for part in decoded))
 
 
+def tau_interval(decoded: Sequence[Decoded]) -> float | None:
+    """Return the half-width of the 95 % confidence interval of τ over conversations; None for fewer than six.
+
+    τ is a ratio of sums: conversations are independent, but the rounds of one are not (Cochran 1977, section 6.3).
+    """
+    number, rounds = len(decoded), sum(part.rounds for part in decoded)
+    if number < FEWEST:
+        return None
+    spread = sum((part.tokens - tau(decoded) * part.rounds) ** 2 for part in decoded)
+    deviation = math.sqrt(spread * number / (number - 1)) / max(1, rounds)
+    return t_quantile((1 + CONFIDENCE) / 2, number - 1) * deviation
+
+
 def gain_of(first: Sequence[Decoded], second: Sequence[Decoded], factor: float = 1.0) -> Gain:
     """Return the gain in τ of `second` over `first`, which decoded the same conversations in the same order.
 

@@ -2,54 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from eagle_mlx import HeadProposer, SamplingParams, __version__, hub, learn_costs
 from eagle_mlx.catalog import embedded
+from eagle_mlx.catalog.head_search import head_folder
 from eagle_mlx.files import check_file
 from eagle_mlx.judge import Comparison, Figures, Judge
 from eagle_mlx.machine import describe
 from eagle_mlx.paired import LEAST_GAIN, Gain
 from eagle_mlx.progress import counted
-from eagle_mlx.target import fingerprint
+from eagle_mlx.target import Target, fingerprint
 
 from .bench.report import write_json
 from .head_choice import load_head
-from .head_options import Compare
-from .prompts import read_questions
+from .head_options import Answers, Compare
+from .prompts import Question, read_questions
 
 
 def compare(options: Compare) -> int:
     """Print a comparison of two heads; return the exit status 0. Raises EagleError if they cannot be compared."""
     if options.json is not None:
         check_file(options.json)
-    files = options.prompts or (embedded("prompts.jsonl"),)
-    questions = [question for file in files for question in read_questions(file, options.limit)]
-    options.loading.follow(options.target)
-    target = options.loading.load(options.target)
-    names = options.first, options.second
-    first, second = (HeadProposer(load_head(name, target, options.head_bits)) for name in names)
-    options.loading.wire_active()
-    judge = Judge(target, first, second, options.depth)
-    prompts = [question.encode(target, max_tokens=options.max_tokens) for question in questions]
-    params = SamplingParams(options.temperature, max_tokens=options.max_tokens)
-    comparison = judge.compare(prompts, params, learn_costs(target), not options.quiet)
+    answers, names = options.answers, (options.first, options.second)
+    target, _, prompts = load_prompts(options.target, answers)
+    first, second = (HeadProposer(load_head(name, target, answers.head_bits)) for name in names)
+    answers.loading.wire_active()
+    judge = Judge(target, first, second, answers.depth)
+    params = SamplingParams(options.temperature, max_tokens=answers.max_tokens)
+    comparison = judge.compare(prompts, params, learn_costs(target), not answers.quiet)
     print(table(comparison))
     if options.json is not None:
         about: dict[str, Any] = {
             "target": target.name,
             "fingerprint": fingerprint(target),
-            "heads": [{"name": name, "sha256": hub.weights_digest(hub.resolve(name))} for name in names],
-            "prompts": list(map(str, files)),
+            "heads": [{"name": name, "sha256": hub.weights_digest(head_folder(name))} for name in names],
+            "prompts": list(map(str, files_of(answers))),
             "machine": asdict(describe()),
             "eagle_mlx": __version__,
-            "max_tokens": options.max_tokens,
+            "max_tokens": answers.max_tokens,
             "temperature": options.temperature,
             "verdict": comparison.gain.verdict,
         }
         write_json({**about, **asdict(comparison)}, options.json)
     return 0
+
+
+def files_of(answers: Answers) -> Sequence[Path]:
+    """Return the files of prompts: the user's, or the included one."""
+    return answers.prompts or (embedded("prompts.jsonl"),)
+
+
+def load_prompts(name: str, answers: Answers) -> tuple[Target, list[Question], list[list[int]]]:
+    """Return the target, the questions and their tokens. Raises EagleError if one is not available or does not fit."""
+    questions = [question for file in files_of(answers) for question in read_questions(file, answers.limit)]
+    answers.loading.follow(name)
+    target = answers.loading.load(name)
+    return target, questions, [question.encode(target, max_tokens=answers.max_tokens) for question in questions]
 
 
 def table(comparison: Comparison) -> str:

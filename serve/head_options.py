@@ -33,27 +33,51 @@ class Pull(Group):
 
 
 @dataclass(frozen=True)
+class Show(Group):
+    """The head to describe."""
+
+    head: str = setting(REQUIRED, "folder or hub id of the head", name="HEAD", positional=True)
+
+
+@dataclass(frozen=True)
+class Answers(Group):
+    """The answers along which heads draft, and how."""
+
+    prompts: tuple[Path, ...] = setting(
+        (),
+        "jsonl files of rows with `messages`, `prompt` or `turns`, of which the first is used (default: held-out "
+        "Python functions); give prompts that no head was trained on",
+    )
+    limit: int = setting(100, "number of prompts of each file, spread evenly over categories", AT_LEAST_1)
+    depth: int = setting(4, "draft tokens per round", between(1, 20), metavar="K")
+    max_tokens: int = setting(128, "maximum number of tokens of an answer", AT_LEAST_1)
+    head_bits: HeadBits | None = setting(None, HEAD_BITS)
+    quiet: bool = setting(False, "no progress bar")
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+
+@dataclass(frozen=True)
 class Compare(Group):
     """The heads to compare, and on what."""
 
     first: str = setting(REQUIRED, "folder or hub id of the head that you have", name="A", positional=True)
     second: str = setting(REQUIRED, "folder or hub id of the head that may be better", name="B", positional=True)
     target: str = setting(REQUIRED, "folder or hub id of their target", metavar="MODEL")
-    prompts: tuple[Path, ...] = setting(
-        (),
-        "jsonl files of rows with `messages`, `prompt` or `turns`, of which the first is used (default: held-out "
-        "Python functions); give prompts that neither head was trained on",
-    )
-    limit: int = setting(100, "number of prompts of each file, spread evenly over categories", AT_LEAST_1)
-    depth: int = setting(4, "draft tokens per round", between(1, 20), metavar="K")
-    max_tokens: int = setting(128, "maximum number of tokens of an answer", AT_LEAST_1)
     temperature: float = setting(
         0.0,
         "sampling temperature of the answers, which then have seeds; 0 is greedy",
         limit_of("temperature"),
         metavar="T",
     )
-    head_bits: HeadBits | None = setting(None, HEAD_BITS)
     json: Path | None = setting(None, "write the figures to this file")
-    quiet: bool = setting(False, "no progress bar")
-    loading: TargetOptions = field(default_factory=TargetOptions)
+    answers: Answers = field(default_factory=Answers)
+
+
+@dataclass(frozen=True)
+class Certify(Group):
+    """The head to certify, and for which target."""
+
+    head: str = setting(REQUIRED, "folder or hub id of the head", name="HEAD", positional=True)
+    target: str = setting(REQUIRED, "folder or hub id of its target", metavar="MODEL")
+    output: Path | None = setting(None, "the certificate (default: certificate.json in the head's folder)")
+    answers: Answers = field(default_factory=Answers)

@@ -1,4 +1,4 @@
-"""The command `eagle-heads`: lists known heads, finds heads for a target, downloads heads, and compares two."""
+"""The command `eagle-heads`: lists known heads, and finds, downloads, compares and certifies heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from eagle_mlx.command import Parser, Subcommands, arguments, exit_code
 from eagle_mlx.late import late
 
-from .head_options import Compare, Find, List, Pull
+from .head_options import Certify, Compare, Find, List, Pull, Show
 
 EPILOG = """\
 examples:
@@ -17,6 +17,8 @@ examples:
   eagle-heads pull Qwen3-8B-4bit         download the published head for a target
   eagle-heads pull you/qwen3-8b-eagle3 --target Qwen3-8B-4bit
   eagle-heads compare out/old/best out/new/best --target Qwen3-8B-4bit --prompts mine.jsonl
+  eagle-heads certify out/new/best --target Qwen3-8B-4bit --prompts mine.jsonl    a certificate in the head's folder
+  eagle-heads show out/new/best          the certificate of a head
 
 Without --head, eagle-serve and eagle-generate choose from these heads."""
 
@@ -29,11 +31,22 @@ from the drafts, and expected tokens/s from tau, the time of a draft, and the ta
 verdict is about tokens/s (tau, if no cost curve could be measured): better or worse if the 95 % interval excludes 0,
 otherwise not told apart."""
 
+CERTIFY = """\
+Measure a head for its target, and write what was measured on what: certificate.json in the head's folder.
+
+Text: some prompts are decoded greedily with the head, and compared with plain decoding. A first difference between
+tokens whose logits are equal up to rounding is a tie. If a text differs otherwise, the exit status is 1.
+Tau, tokens per forward: the head drafts along the target's answers at temperatures 0 and 1, in all and by category of
+the prompts (`category`, in rows with `turns`), with 95 % intervals over prompts. Answers that loop are left out.
+Also: the target's cost curve, machine, versions, and hashes of the head's weights, the target and the prompts.
+
+If the file exists, the command prints what changed, and replaces it. eagle-publish publishes it with the head."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-heads. Returns the exit status: 0, 1 if no head is found, or 2 for an error."""
-    about = "List heads on this machine and published heads, find heads for a target, download heads, and compare two."
-    usage = "%(prog)s list | find TARGET | pull NAME | compare A B --target MODEL"
+    about = "List heads on this machine and published heads, and find, download, compare or certify heads."
+    usage = "%(prog)s list | find | pull | show | compare | certify"
     commands = Subcommands(Parser(prog="eagle-heads", usage=usage, description=about, epilog=EPILOG))
     commands.add("list", List, lambda _: late(f"{__package__}.head_choice:list_all")(), "List all known heads.")
     about = "List heads for a target, the best first; exit status 1 if there is none."
@@ -45,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Download a head from the hub.",
     )
     commands.add("compare", Compare, lambda options: late(f"{__package__}.comparison:compare")(options), COMPARE)
+    commands.add("certify", Certify, lambda options: late(f"{__package__}.certificate:certify")(options), CERTIFY)
+    about = "Print a head's certificate; exit status 1 if there is none, or if it is of other weights."
+    commands.add("show", Show, lambda options: late(f"{__package__}.certificate:show")(options.head), about)
     return exit_code(lambda: commands.parse(arguments(argv))())
 
 

@@ -20,7 +20,7 @@ LIGHT = {"yaml", "_yaml"}
 """What `--help` may import besides the standard library: PyYAML, and what Cython adds to it."""
 COMMANDS = {
     "eagle-data": ("", "make", "inspect", "regenerate", "collect", "presets"),
-    "eagle-heads": ("", "list", "find", "pull", "compare"),
+    "eagle-heads": ("", "list", "find", "pull", "compare", "certify", "show"),
     "eagle-convert": ("", "mtp"),
     "eagle-serve": ("", "launch"),
     "eagle-train": ("", "report"),

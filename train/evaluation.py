@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, TypedDict
 from eagle_mlx.engine import Engine
 from eagle_mlx.files import write_whole
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.paired import Decoded, Gain, gain_of
+from eagle_mlx.paired import Decoded, Gain, gain_of, tau, tau_interval
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request import Output, Prompt
@@ -56,7 +55,7 @@ class Acceptance:
     rounds: int
     seconds: float
     interval: float = 0.0
-    """Half-width of the 95 % confidence interval of τ over prompts; 0 for fewer than two."""
+    """Half-width of the 95 % confidence interval of τ over prompts; 0 for fewer than six."""
     by_context: dict[str, float] = field(default_factory=dict)
     """τ by length of the prompts, if it differs much."""
     by_prompt: list[Decoded] = field(default_factory=list)
@@ -134,14 +133,9 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
         for counts in ((o.drafted_by_position for o in outputs), (o.accepted_by_position for o in outputs))
     )
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
-    length = tokens / rounds if rounds else 0.0
-    interval = 0.0
-    if rounds and len(outputs) > 1:
-        # τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, section 6.3).
-        spread = sum((len(output.tokens) - length * output.rounds) ** 2 for output in outputs)
-        interval = 1.96 * math.sqrt(spread * len(outputs) / (len(outputs) - 1)) / rounds
-    figures = (length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
     by_prompt = [Decoded(len(output.tokens), output.rounds) for output in outputs]
+    interval = tau_interval(by_prompt) or 0.0
+    figures = (tau(by_prompt), by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
     return Acceptance(*figures, by_length(outputs), by_prompt)
 
 

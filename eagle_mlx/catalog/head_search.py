@@ -208,14 +208,19 @@ def where_mtp_layers_are(target: str | Path) -> str | None:
     return None
 
 
+def head_folder(name: str | Path) -> Path:
+    """Return a head's folder, that of the best head if `name` is the output of eagle-train. Raises EagleError."""
+    folder = hub.resolve(name)
+    is_run = not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file()
+    return folder / _BEST if is_run else folder
+
+
 def load_found(name: str | Path, target: Target) -> DraftHead:
     """Load a head for its target from a folder, a hub id, the output of eagle-train, or a whole model with MTP layers.
 
     Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
-    folder = hub.resolve(name)
-    if not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file():
-        folder /= _BEST
+    folder = head_folder(name)
     if not has_mtp_layer(folder):
         return load_head(folder, target)
     head, _ = mtp_of_model(folder)

@@ -29,7 +29,7 @@ def test_outputs_are_taken_together() -> None:
     assert found.acceptance_by_position == [0.5, 0.5, 0.0]
     assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
     assert summarize([], 2).acceptance_length == 0.0
-    assert summarize(outputs[:1], 3).interval == 0.0, "one prompt says nothing of others"
+    assert summarize(outputs[:1], 3).interval == 0.0, "few prompts say little of others"
     assert found.by_context == {}
     longer = replace(outputs[1], prompt_tokens=4000)
     assert summarize([longer, outputs[0]], 3).by_context == {"up to 512": 12 / 5, "up to 4,096": 8 / 5}

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from mlx.utils import tree_flatten
 
 import eagle_mlx as em
+from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
@@ -717,3 +718,19 @@ def test_figures_of_a_quantized_head_say_so(made: Made, tmp_path: Path) -> None:
     source = read_source(made.run)
     assert "the head quantized to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").method
     assert "quantized" not in of_bench(made.figures, source, REPO, "owner/tiny").method
+
+
+def test_a_certificate_is_published_with_the_head_that_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = head_folder(tmp_path / "head")
+    known = ("--base-model", "owner/tiny")
+    assert "certificate.json" not in dry(folder, capsys, *known)
+    file = folder / "certificate.json"
+    file.write_text(json.dumps({"head_sha256": hub.weights_digest(folder)}))
+    assert "  certificate.json" in dry(folder, capsys, *known)
+    file.write_text(json.dumps({"head_sha256": "another"}))
+    assert main([str(folder), *GOES_UP, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "  certificate.json" not in shown.out
+    assert f"{file} is of other weights and is not uploaded" in shown.err

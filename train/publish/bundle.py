@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +136,22 @@ def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) ->
         (folder / CARD).write_text(str(card), encoding="utf-8")
         if source.report:
             _write_json(folder / REPORT, source.report)
+        if (certificate := _certificate(source)) is not None:
+            shutil.copyfile(certificate, folder / certificate.name)
         for plot in source.plots:
             shutil.copyfile(plot, folder / PLOTS / plot.name)
     except OSError as e:
         raise OutputError(f"the files to upload cannot be prepared: {e}") from e
+
+
+def _certificate(source: HeadFiles) -> Path | None:
+    """Return the head's certificate; None, with a note, if it is of other weights."""
+    file = source.folder / hub.CERTIFICATE
+    written = read_object(file, "move it away to publish without it")
+    if written is None or written.get("head_sha256") == hub.weights_digest(source.folder):
+        return None if written is None else file
+    print(f"note: {file} is of other weights and is not uploaded; certify the head again", file=sys.stderr)
+    return None
 
 
 def _write_config(folder: Path, source: HeadFiles, base: str) -> None:
