@@ -35,7 +35,6 @@ COMMANDS = (
     ("eagle-heads", "pull"),
     ("eagle-heads", "compare"),
     ("eagle-heads", "certify"),
-    ("eagle-heads", "show"),
     ("eagle-doctor",),
     ("eagle-convert",),
     ("eagle-convert", "mtp"),

@@ -22,7 +22,7 @@ from eagle_mlx.heads.precision import described
 from eagle_mlx.judge import Recording, draft_along, record
 from eagle_mlx.machine import describe
 from eagle_mlx.paired import Decoded, tau, tau_interval
-from eagle_mlx.progress import counted, progress_bar
+from eagle_mlx.progress import counted, progress_bar, show_step
 from eagle_mlx.target import fingerprint
 
 from .bench.measure import TextComparison, compare, tolerance_for
@@ -34,7 +34,7 @@ from .prompts import Question
 
 TEMPERATURES = (0.0, 1.0)
 TEXTS = 24
-"""Texts that are decoded with the head: three batches. More would take as long as all other figures together."""
+"""The most texts that are decoded with the head, spread over the prompts: three batches of eight."""
 ALL = "all"
 
 
@@ -204,7 +204,8 @@ def measure(
                 Acceptance(temperature, category, tau(parts), tau_interval(parts), len(parts), left_out[category])
                 for category, parts in sorted(decoded.items())
             ]
-    return identity(target, proposer, texts, answers.depth), acceptance
+        show_step(bar, "comparing texts", first=True)
+        return identity(target, proposer, texts, answers.depth), acceptance
 
 
 def identity(target: Target, proposer: HeadProposer, recordings: Sequence[Recording], depth: int) -> TextComparison:

@@ -44,7 +44,7 @@ If the file exists, the command prints what changed, and replaces it. eagle-publ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eagle-heads. Returns the exit status: 0, 1 if no head is found, or 2 for an error."""
+    """Run eagle-heads. Returns the exit status: 0, 1 if nothing is found or a text differs, or 2 for an error."""
     about = "List heads on this machine and published heads, and find, download, compare or certify heads."
     usage = "%(prog)s list | find | pull | show | compare | certify"
     commands = Subcommands(Parser(prog="eagle-heads", usage=usage, description=about, epilog=EPILOG))

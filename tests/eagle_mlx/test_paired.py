@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_mlx.paired import Decoded, conversations_for, gain_of, t_quantile, tau
+from eagle_mlx.paired import Decoded, conversations_for, gain_of, t_quantile, tau, tau_interval
 from tests.full import in_full
 
 TRIALS = 200
@@ -70,6 +70,18 @@ def test_dearer_rounds_turn_the_verdict() -> None:
     slower = gain_of(first, second, factor=0.8)
     assert slower.verdict == "worse"
     assert 1 + slower.gain == pytest.approx(0.8 * (1 + gain_of(first, second).gain))
+
+
+def test_95_percent_of_the_intervals_of_tau_contain_it() -> None:
+    rng, hits, trials = np.random.default_rng(0), 0, 500
+    for _ in range(trials):
+        rounds = rng.integers(20, 60, 8)
+        parts = [Decoded(int(count * rng.normal(2, 0.3)), int(count)) for count in rounds]
+        half = tau_interval(parts)
+        assert half is not None
+        hits += abs(tau(parts) - 2) <= half
+    assert 0.92 < hits / trials < 0.98
+    assert tau_interval(parts[:5]) is None
 
 
 def test_few_conversations_tell_nothing() -> None:

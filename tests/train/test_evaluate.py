@@ -29,11 +29,13 @@ def test_outputs_are_taken_together() -> None:
     assert found.acceptance_by_position == [0.5, 0.5, 0.0]
     assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
     assert summarize([], 2).acceptance_length == 0.0
-    assert summarize(outputs[:1], 3).interval == 0.0, "few prompts say little of others"
+    assert found.interval == 0.0, "few prompts say little of others"
     assert found.by_context == {}
     longer = replace(outputs[1], prompt_tokens=4000)
     assert summarize([longer, outputs[0]], 3).by_context == {"up to 512": 12 / 5, "up to 4,096": 8 / 5}
-    assert found.interval == pytest.approx(1.96 * (2 * (2**2 + 2**2)) ** 0.5 / 10)
+    assert summarize(3 * outputs, 3).interval == pytest.approx(
+        2.571 * (6 / 5 * 3 * (2**2 + 2**2)) ** 0.5 / 30, rel=1e-3
+    )
 
 
 def test_measurements_are_compared_prompt_by_prompt() -> None:
