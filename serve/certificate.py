@@ -187,7 +187,7 @@ def measure(
             params, left_out = SamplingParams(temperature, max_tokens=answers.max_tokens), Counter[str]()
             decoded = defaultdict[str, list[Decoded]](list)
             recordings = record(target, proposer.aux_layers, prompts, params)
-            for at, (question, recording) in enumerate(zip(questions, recordings, strict=True)):
+            for question, recording in zip(questions, recordings, strict=True):
                 categories = {ALL, question.category or ALL}
                 if recording is None:
                     left_out.update(categories)
@@ -195,7 +195,7 @@ def measure(
                     drafting = draft_along(proposer, recording, answers.depth, target)
                     for category in categories:
                         decoded[category].append(drafting.decoded)
-                    if temperature == 0 and at % math.ceil(len(prompts) / TEXTS) == 0:
+                    if temperature == 0:
                         texts.append(replace(recording, states={}))
                 bar.update()
             if not decoded:
@@ -205,7 +205,8 @@ def measure(
                 for category, parts in sorted(decoded.items())
             ]
         show_step(bar, "comparing texts", first=True)
-        return identity(target, proposer, texts, answers.depth), acceptance
+        spread = texts[:: math.ceil(len(texts) / TEXTS)]
+        return identity(target, proposer, spread, answers.depth), acceptance
 
 
 def identity(target: Target, proposer: HeadProposer, recordings: Sequence[Recording], depth: int) -> TextComparison:
