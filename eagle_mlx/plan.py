@@ -90,7 +90,7 @@ class Context:
     elsewhere: int = 0
     """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
     sources: tuple[int, ...] = ()
-    """For each row, what it could draft without a model: the number of tokens that its grammar forces, else `MATCH` if
+    """For each row, what it could draft without a model: how many right tokens its grammar promises, else `MATCH` if
     n-grams match, else 0. Empty if no row could."""
 
 
@@ -118,7 +118,7 @@ class RoundResult:
     """For early exits, each row's confidence at each check. Check i decides on draft token i + 1 + CONFIDENCE_LAG."""
     group: int = 0  # index of the group of rows
     trials: Sequence[Trial] = ()  # trials of n-grams that this round's tokens completed
-    forced: Sequence[bool] = ()  # whether each row drafted what its grammar forces; empty if none did
+    forced: Sequence[bool] = ()  # whether each row drafted by its grammar, guesses included; empty if none did
 
     @property
     def rows(self) -> int:

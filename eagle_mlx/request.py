@@ -62,7 +62,7 @@ class Output:
     accepted_by_position: list[int]  # rounds in which the draft token at each position was accepted
     logprobs: list[TokenLogprob] | None = None  # one per token, if requested
     lossless: bool = True  # false if the request chose `threshold` acceptance, which lets drafts change the text
-    forced: int = 0  # accepted tokens that the grammar forced; not among `drafted` and `accepted`
+    forced: int = 0  # accepted tokens that the grammar forced, or guesses between; not among `drafted` and `accepted`
     draft_failures: int = 0
     """How often the proposer raised when it drafted for this request. After three in a row, it decodes plainly."""
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
+from operator import eq
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,6 +20,8 @@ from eagle_mlx.text import IncrementalText, StopStrings
 
 AHEAD = 128
 """Tokens that rounds may add before a request's grammar sees them: twice the most of a draft."""
+_FORCED = -1  # stands for a forced text, whatever its tokens
+_LEAST_CHANCE = 0.3  # of a guess: with 0.2, replayed JSON of ten integers took as many rounds
 MOST_DRAFT_FAILURES = 3
 """A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
 
@@ -74,6 +79,50 @@ class RequestCounts:
             self.accepted_by_position[position] += position < accepted
 
 
+class ForcedText:
+    """What a grammar forces next, with guesses between: what followed the same token, or forced text, most often."""
+
+    def __init__(self) -> None:
+        self._length, self._last = -1, [_FORCED]  # of the text seen so far; its newest token, and `_FORCED` if that was
+        self._followers = defaultdict[int, Counter[int]](Counter)
+        self.draft, self._forced, self.likely = list[int](), list[bool](), 0
+        """The draft, which of its tokens are forced, and how many are expected to be right; if none is, it is empty."""
+
+    def look(self, grammar: Grammar, text: Sequence[int], most: int) -> None:
+        """Draft up to `most` tokens after a text that continues the previous one, and that the grammar has seen."""
+        if self._length == len(text):
+            return
+        new, self._length = text[max(self._length, 0) :], len(text)
+        right = len([*takewhile(bool, map(eq, new, self.draft))])
+        for token, forced in zip_longest(new, self._forced[:right]):
+            for before in self._last:
+                self._followers[before][token] += not forced
+            self._last = [token, _FORCED] if forced else [token]
+        steps, taken, last, chance = list[tuple[int, bool, float]](), 0, self._last, 1.0
+        with suppress(Exception):  # a grammar may raise anything; if its mask does too, the request ends
+            while taken == len(steps) < most:
+                run = np.array(grammar.forced(most - taken)[: most - taken], np.int32).tolist()
+                steps += [(token, True, chance) for token in run]
+                share, guess = self._likeliest([run[-1], _FORCED] if run else last)
+                if (chance := chance * share) < _LEAST_CHANCE:
+                    break
+                steps.append((guess, False, chance))
+                last = [guess]
+                while taken < len(steps) and grammar.advance(steps[taken][0]):
+                    taken += 1
+        with suppress(Exception):
+            grammar.rollback(taken)
+        self._forced = [forced for _, forced, _ in steps]
+        self.likely = int(sum(chance for *_, chance in steps[:most])) * any(self._forced)
+        self.draft = [token for token, *_ in steps[:most]] if self.likely else []
+
+    def _likeliest(self, after: Sequence[int]) -> tuple[float, int]:
+        """Return the chance of the likeliest guess after any of these, and the guess."""
+        counters = [self._followers[before] for before in after]
+        top = [(count / (c.total() + 0.5), token) for c in counters for token, count in c.most_common(1)]
+        return max(top, default=(0.0, 0))
+
+
 def follows(grammar: Grammar, token: int, ends: bool) -> bool | None:
     """Advance a grammar by a token, unless it `ends` the text. Return whether the token is allowed; None if none is."""
     if not ends and grammar.advance(token):
@@ -109,19 +158,14 @@ class RequestState:
         self.cut_off: str | None = None
         self.overran = False  # whether the caches hold tokens of the last round that the request did not take
         self.paused = False
-        self._forced = -1, list[int]()  # the number of tokens when the grammar was last asked, and its answer
+        self._forced = ForcedText()
 
     @property
-    def forced(self) -> list[int]:
-        """The next tokens that the grammar forces, up to `FORCED`; they are drafts. None if it raises."""
-        if self.grammar is None or self.finish_reason:
-            return []
-        if self._forced[0] != len(self.tokens):
-            most, tokens = min(FORCED, self.room), list[int]()
-            with suppress(Exception):  # a grammar may raise anything; if its mask does too, the request ends
-                tokens = np.array(self.grammar.forced(most)[:most], np.int32).tolist()
-            self._forced = len(self.tokens), tokens
-        return self._forced[1]
+    def forced(self) -> ForcedText:
+        """What to draft next because the grammar forces it, up to `FORCED` tokens."""
+        if self.grammar is not None and not self.finish_reason:
+            self._forced.look(self.grammar, self.tokens, min(FORCED, self.room))
+        return self._forced
 
     @property
     def length(self) -> int:

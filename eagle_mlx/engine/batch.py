@@ -101,7 +101,8 @@ class Batch:
         lookups, state = plan.lookups or [0] * len(drafters), self.state
         rows = zip(self.requests, drafters, map(bool, lookups), strict=True)
         return [
-            request.room * bool((lookup and request.forced) or (state is not None and state.may_draft(drafter, lookup)))
+            request.room
+            * bool((lookup and request.forced.draft) or (state is not None and state.may_draft(drafter, lookup)))
             for request, drafter, lookup in rows
         ]
 
@@ -109,7 +110,7 @@ class Batch:
         """Return `Context.sources` of the next round."""
         matches = (self.state.matches(drafters) if self.state is not None else ()) or [False] * len(self.requests)
         rows = zip(self.requests, matches, strict=True)
-        sources = tuple(len(request.forced) or MATCH * match for request, match in rows)
+        sources = tuple(request.forced.likely or MATCH * match for request, match in rows)
         return sources if any(sources) else ()
 
     @property
@@ -177,9 +178,9 @@ class Batch:
         return check_draft(draft, by, plan, self.rooms(plan, drafters), self.target.vocab_size, self.newest, rejects)
 
     def forced(self, plan: Plan) -> list[Sequence[int]]:
-        """Return the tokens that each row drafts because its grammar forces them."""
+        """Return the tokens that each row drafts because its grammar forces them or those after them."""
         rows = zip(self.requests, plan.lookups or [0] * len(self.requests), strict=True)
-        return [request.forced[:count] for request, count in rows]
+        return [request.forced.draft[:count] for request, count in rows]
 
     def _propose(self, plan: Plan) -> Draft:
         if self.state is None or self.proposer is None:

@@ -36,7 +36,7 @@ _TOTALS: _Numbers[Totals] = (
     (_COUNTER, "vllm:spec_decode_num_drafts", "Rounds of a request with draft tokens", lambda t: t.drafts),
     (_COUNTER, "vllm:spec_decode_num_draft_tokens", "Draft tokens", lambda t: t.drafted),
     (_COUNTER, "vllm:spec_decode_num_accepted_tokens", "Accepted and emitted draft tokens", lambda t: t.accepted),
-    (_COUNTER, "eagle:forced_tokens", "Accepted tokens that a grammar forced; not draft tokens", lambda t: t.forced),
+    (_COUNTER, "eagle:forced_tokens", "Accepted tokens that a grammar forced, or between such", lambda t: t.forced),
     (_COUNTER, "eagle:rounds", "Target forwards", lambda t: t.rounds),
     (_COUNTER, "eagle:plain_rounds", "Target forwards without draft tokens", lambda t: t.plain_rounds),
     (_COUNTER, "eagle:row_rounds", "Target forwards, counted once per request in them", lambda t: t.row_rounds),
@@ -238,7 +238,7 @@ class SpeculationCounts(Shape):
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_forced_tokens: int
-    """Accepted tokens that a grammar forced. They are not draft tokens."""
+    """Accepted tokens that a grammar forced, and guesses between such. They are not draft tokens."""
     num_draft_failures: int
     """How often the proposer raised. After three times in a row, a request decodes plainly."""
     lossless: bool

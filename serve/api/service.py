@@ -99,7 +99,7 @@ class Totals:
     bonus: int = 0
     """Tokens that the target added after drafts of which every token was accepted."""
     forced: int = 0
-    """Accepted tokens that a grammar forced, which are not draft tokens."""
+    """Accepted tokens that a grammar forced, and guesses between such, which are not draft tokens."""
     emitted: int = 0
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0

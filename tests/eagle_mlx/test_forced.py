@@ -129,6 +129,6 @@ def test_forced_tokens_stand_before_a_match() -> None:
         engine.step()
         for batch in engine.groups.batches:
             [source] = batch.sources([None]) or [0]
-            assert source == len(request.forced) or (source == MATCH and not request.forced)
+            assert source == request.forced.likely or (source == MATCH and not request.forced.draft)
             seen.add(source)
     assert {1, 5} <= seen

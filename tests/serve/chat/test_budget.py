@@ -148,7 +148,7 @@ def test_masks_are_computed_only_near_the_end_of_a_budget(monkeypatch: pytest.Mo
     while not engine.idle:
         engine.step()
     assert min(lengths) in range(60, 66)
-    assert max(lengths) in range(AHEAD + 60, AHEAD + 64)
+    assert max(lengths) in range(AHEAD + 56, AHEAD + 64)  # a draft may reach beyond the tag
     assert request.tokens[AHEAD + 60 :][:2] == tag_of(FORMAT)
 
 
