@@ -9,8 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from transformers import LlamaConfig, Qwen3Config
 
 from eagle_mlx.errors import CheckpointError, HeadError, HeadWarning, OutputError
+from eagle_mlx.formats.fields import LAYER_DEFAULTS
 from eagle_mlx.formats.tensors import HeadFolder, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
@@ -303,3 +305,9 @@ def test_a_head_is_checked_against_its_target(tmp_path: Path) -> None:
         load_head(str(tmp_path / "h"), tiny_target(vocab=256))
     with pytest.raises(HeadError, match=r"head reads layers \(0, 2, 3\) but the target has 2 layers"):
         load_head(tmp_path / "h", tiny_target(layers=2))
+
+
+@pytest.mark.parametrize(("name", "config"), [("llama", LlamaConfig), ("qwen3", Qwen3Config)])
+def test_fields_that_a_config_leaves_out_are_those_of_transformers(name: str, config: Callable[[], Any]) -> None:
+    defaults = config()
+    assert {key: getattr(defaults, key) for key in LAYER_DEFAULTS[name]} == LAYER_DEFAULTS[name]
