@@ -51,14 +51,16 @@ class EngineSnapshot:
         return [*chain(*self.groups), *self.prefilling, *self.waiting]
 
 
-def _check_types(target: object, policy: object) -> None:
-    if not isinstance(target, Target | str | Path):
+def _loaded(target: object) -> Target:
+    """Return a target, loaded if it is a name. Raises ConfigError for anything else."""
+    if isinstance(target, Target):
+        return target
+    if not isinstance(target, str | Path):
         raise ConfigError(
             f"target must be a Target, a folder or a hub id, not a {type(target).__name__}; load one with "
             "em.load_target(name), or use em.Target(model, tokenizer)"
         )
-    if policy is not None and not hasattr(policy, "plan"):
-        raise ConfigError(f"policy must be a policy, such as em.FixedPolicy(3), not {policy!r}")
+    return load_target(target)
 
 
 class Engine:
@@ -106,8 +108,7 @@ class Engine:
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
-        _check_types(target, policy)
-        target = target if isinstance(target, Target) else load_target(target)
+        target = _loaded(target)
         proposer = None if proposer is None else as_proposer(proposer)
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
         check_cacheable(target.model, max_batch, kv_bits)
@@ -137,7 +138,12 @@ class Engine:
         self.use_policy(policy or ThroughputPolicy())
 
     def use_policy(self, policy: Policy) -> None:
-        """Plan the next rounds with a new policy. Call this between steps. The text does not change."""
+        """Plan the next rounds with a new policy. Call this between steps. The text does not change.
+
+        Raises ConfigError if it is no policy.
+        """
+        if not hasattr(policy, "plan"):
+            raise ConfigError(f"policy must be a policy, such as em.FixedPolicy(3), not {policy!r}")
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
         """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
