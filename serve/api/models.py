@@ -69,9 +69,8 @@ class Models:
     def failure(self) -> BaseException | None:
         """The failure of a model that the server cannot run without."""
         for service in self.services.values() if self._at_start else ():
-            is_again = (
-                service.state == "loading" and service.name not in self._starting
-            )  # a request then gets the error
+            # If a model is loaded again, the request that waits for it gets the error.
+            is_again = service.state == "loading" and service.name not in self._starting
             if service.worker.failure is not None and not is_again:
                 return service.worker.failure
         return None
