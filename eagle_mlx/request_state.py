@@ -20,7 +20,7 @@ from eagle_mlx.text import IncrementalText, StopStrings
 
 AHEAD = 128
 """Tokens that rounds may add before a request's grammar sees them: twice the most of a draft."""
-_FORCED = -1  # stands for a forced text, whatever its tokens
+_ANY_FORCED = -1  # stands for a forced text, whatever its tokens
 _LEAST_CHANCE = 0.3  # of a guess: with 0.2, replayed JSON of ten integers took as many rounds
 MOST_DRAFT_FAILURES = 3
 """A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
@@ -83,7 +83,8 @@ class ForcedText:
     """What a grammar forces next, with guesses between: what followed the same token, or forced text, most often."""
 
     def __init__(self) -> None:
-        self._length, self._last = -1, [_FORCED]  # of the text seen so far; its newest token, and `_FORCED` if that was
+        self._length = -1  # of the text seen so far
+        self._last = [_ANY_FORCED]  # its newest token, and `_ANY_FORCED` if that was forced
         self._followers = defaultdict[int, Counter[int]](Counter)
         self.draft, self._forced, self.likely = list[int](), list[bool](), 0
         """The draft, which of its tokens are forced, and how many are expected to be right; if none is, it is empty."""
@@ -97,13 +98,13 @@ class ForcedText:
         for token, forced in zip_longest(new, self._forced[:right]):
             for before in self._last:
                 self._followers[before][token] += not forced
-            self._last = [token, _FORCED] if forced else [token]
+            self._last = [token, _ANY_FORCED] if forced else [token]
         steps, taken, last, chance = list[tuple[int, bool, float]](), 0, self._last, 1.0
         with suppress(Exception):  # a grammar may raise anything; if its mask does too, the request ends
             while taken == len(steps) < most:
                 run = np.array(grammar.forced(most - taken)[: most - taken], np.int32).tolist()
                 steps += [(token, True, chance) for token in run]
-                share, guess = self._likeliest([run[-1], _FORCED] if run else last)
+                share, guess = self._likeliest([run[-1], _ANY_FORCED] if run else last)
                 if (chance := chance * share) < _LEAST_CHANCE:
                     break
                 steps.append((guess, False, chance))
