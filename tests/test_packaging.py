@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -148,23 +149,12 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
     assert "eagle_mlx/py.typed" in names
 
 
-def test_the_tree_names_what_exists() -> None:
+def test_the_table_of_files_is_that_of_the_docstrings() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "structure.py"))
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    section = text.split("\n## The tree\n")[1].split("\n## ")[0]
-    tree = "".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
-    folders: list[str] = []
-    for line in filter(None, tree.splitlines()):
-        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
-        path = ROOT.joinpath(*folders[:depth], name)
-        assert path.is_dir() if name.endswith("/") else path.is_file(), path
-        folders = [*folders[:depth], name]
-    library = [file.name for file in (ROOT / "eagle_mlx").glob("[a-z]*.py")]
-    library += [f"{file.parent.name}/" for file in (ROOT / "eagle_mlx").glob("*/__init__.py")]
-    assert [name for name in library if f"  {name} " not in tree] == []
-    packages = [
-        f"{name.removeprefix('eagle_mlx.').replace('.', '/')}/" for name in PROJECT["tool"]["setuptools"]["packages"]
-    ]
-    assert [name for name in packages if not re.search(rf"^ *{name} ", tree, re.MULTILINE)] == []
+    assert script["page"](text) == text, "run: python docs/structure.py"
+    rows = re.findall(r"^\| \*?\*?`([\w./]+)`", text, re.MULTILINE)
+    assert {f"{package}/" for package in SOURCES} <= set(rows)
 
 
 def test_readme_names_what_exists() -> None:

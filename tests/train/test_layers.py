@@ -13,8 +13,8 @@ TRAIN = ROOT / "train"
 
 def listed() -> list[str]:
     """Return the files and folders of train/ in the document."""
-    tree = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("## `train/`")[1].split("```")[1]
-    return re.findall(r"^train/(\w+)(?:\.py|/) ", tree, re.MULTILINE)
+    tree = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("## The order of `train/`")[1].split("```")[1]
+    return re.findall(r"^train/(\w+)(?:\.py|/)$", tree, re.MULTILINE)
 
 
 def imported(file: Path) -> Iterator[str]:

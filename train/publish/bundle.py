@@ -1,3 +1,5 @@
+"""The folder that is published: a head in a portable layout, with its card, report and certificate."""
+
 from __future__ import annotations
 
 import copy
