@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.decoding.draft import Tree, walk
 from tests.full import some
 
@@ -40,6 +41,30 @@ def test_a_node_sees_its_branch_and_has_its_depth(grown: tuple[list[list[int]], 
             assert depths[row, node] == len(branch(parents, node)) - 1
     assert (branches.count, branches.before) == (len(rows[0]) + 1, 0)
     assert depths.dtype == np.int32
+
+
+@settings(max_examples=some(100), deadline=None)
+@given(trees(), st.integers(0, 2**32 - 1), st.sampled_from([None, 3, 9]), st.booleans())
+def test_a_node_sees_all_text_of_its_row_from_the_first_token_on(
+    grown: tuple[list[list[int]], int], seed: int, window: int | None, in_ring: bool
+) -> None:
+    """Rows of random lengths; with a window, each node sees as many tokens as it would in a chain."""
+    rows, levels = grown
+    branches = Tree(mx.array(rows, mx.int32), levels).branches()
+    texts = np.random.default_rng(seed).integers(1, 12, len(rows)).tolist()
+    lengths, count = RowLengths(len(rows)), len(rows[0]) + 1
+    lengths.advance(mx.array(texts, mx.int32), at_most=max(texts))
+    lengths.sync(texts)
+    lengths.branch(branches)
+    ring = window + count + 1 if window and in_ring else None
+    mask = np.array(lengths.mask(count, window, ring))[:, 0]
+    mask = np.broadcast_to(mask, (len(rows), *mask.shape[1:]))
+    size = ring or max(texts) + count
+    for row, (parents, text) in enumerate(zip(rows, texts, strict=True)):
+        for node in range(count):
+            path = [*range(text), *(text + other for other in branch(parents, node))]  # the entries of its chain
+            expected = {entry % size for entry in path[-(window or len(path)) :]}
+            assert set(np.flatnonzero(mask[row, node]).tolist()) == expected
 
 
 @settings(max_examples=some(200), deadline=None)
