@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import starmap
-from typing import Any, Literal
+from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from eagle_mlx.request_state import RequestState
 
 from .encoding import Encoder
 from .errors import ApiError, Shape
-from .metrics import Measured, stats
+from .metrics import stats
 from .model import Loaded
 from .received import Received, client_of, models_of, unless_disconnected
 from .schema import SERVICE_TIER, ChoicesRequest, EventFormat
@@ -31,28 +31,6 @@ DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
 """Interval between comments that say what a request waits for; event readers ignore them."""
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-class Usage(Shape):
-    """Token usage in OpenAI's format, without the fields about a predicted output."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[Literal["cached_tokens"], int]
-    completion_tokens_details: dict[Literal["reasoning_tokens"], int]
-
-
-class Completed(Measured):
-    """The fields around the choices in answers of OpenAI's older routes."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    usage: Usage
-    service_tier: Literal["default"] = "default"
-    """Set only if the request names a tier."""
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -311,7 +289,7 @@ async def respond(
             call.close()
 
 
-async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encoder], Shape]) -> Response:
+async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encoder], object]) -> Response:
     """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
     models = models_of(received.http)
     service = models.named(received.body.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -14,31 +14,19 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
-from .answer import Choices, Completed, PendingChoices, respond
+from .answer import Choices, PendingChoices, respond
 from .encoding import Encoder
-from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .logprobs import ChatLogprobs, chat_logprobs
+from .errors import ERRORS, EVENTS, ApiError, documented
+from .logprobs import chat_logprobs
 from .model import Loaded, check_context, sampling
 from .received import Owner, Received, receive_choices
-from .schema import ChatMessage, ChatRequest, refuse_last_media
+from .schema import ChatRequest, refuse_last_media
 from .worker import RequestEvent
 
 router = APIRouter()
 
 
-class ChatChoice(Shape):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(Completed):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-@router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
+@router.post("/v1/chat/completions", responses=documented(None, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """Return the next message of a conversation, or several to choose from."""
     received, service = await receive_choices(request, ChatRequest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,10 +13,10 @@ from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from .answer import Choices, Completed, PendingChoices, respond
+from .answer import Choices, PendingChoices, respond
 from .encoding import Encoder
-from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
+from .errors import ERRORS, EVENTS, ApiError, documented
+from .logprobs import CompletionLogprobs, score_prompt
 from .model import Loaded, check_context, sampling
 from .received import Received, receive_choices
 from .schema import CompletionRequest
@@ -25,19 +25,7 @@ from .worker import RequestEvent
 router = APIRouter()
 
 
-class CompletionChoice(Shape):
-    index: int
-    text: str
-    logprobs: LogprobLists | None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(Completed):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
-@router.post("/v1/completions", responses=documented(Completion, *ERRORS, **EVENTS))
+@router.post("/v1/completions", responses=documented(None, *ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
     """Return text that continues a prompt, or each of several."""
     received, service = await receive_choices(request, CompletionRequest)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from types import UnionType
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -68,10 +67,11 @@ class MessagesError(Shape):
 
 
 def documented(
-    answer: type[Shape] | UnionType, *errors: int, error: type[Shape] = Error, **more: Any
+    answer: type[Shape] | None, *errors: int, error: type[Shape] = Error, **more: Any
 ) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`: its answer and its errors."""
-    return {200: {"model": answer, **more}, **{status: {"model": error} for status in errors}}
+    """Return a route's `responses`: its errors, and its answer unless that is as in OpenAI's or Anthropic's API."""
+    shape = {} if answer is None else {"model": answer}
+    return {200: shape | more, **{status: {"model": error} for status in errors}}
 
 
 class ApiError(Exception):

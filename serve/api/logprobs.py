@@ -16,8 +16,6 @@ from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
-from .errors import Shape
-
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
@@ -28,28 +26,6 @@ _ANCHOR = "a"
 """Text before a token, so that its leading space is kept."""
 _LEAST = -9999.0
 """Replaces minus infinity, which JSON lacks."""
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Shape):
-    content: list[ChatLogprob]
-    refusal: None
-
-
-class LogprobLists(Shape):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
 
 
 class TokenTexts(dict[int, tuple[str, bytes]]):

@@ -19,9 +19,9 @@ from .answer import named_event, respond, respond_encoded
 from .chat import EncodedChat, render_chat
 from .conversation import ChatExtensions, Names, PartsAnswer, PendingParts, Turns, arguments_of, translated
 from .encoding import Encoder
-from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
+from .errors import ERRORS, EVENTS, ApiError, MessagesError, documented
 from .limits import Limits
-from .metrics import Measured, stats
+from .metrics import stats
 from .model import Loaded
 from .received import models_of, receive
 from .schema import BY_TYPE, BareTool, Body, ChatRequest, Many, Media, OwnTool, T, refuse_last_media, without_data
@@ -247,40 +247,6 @@ def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-class MessageUsage(Shape):
-    """Anthropic's counts; `input_tokens` excludes cached tokens."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: dict[Literal["thinking_tokens"], int]
-    service_tier: Literal["standard"]
-
-
-class SignedThinkingBlock(ThinkingBlock):
-    signature: str
-
-
-class MadeToolUseBlock(ToolUseBlock):
-    input: dict[str, Any]
-
-
-class TokenCount(Shape):
-    input_tokens: int
-
-
-class MessageObject(Measured):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextBlock | SignedThinkingBlock | MadeToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
 _EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}  # the fields of a block that events fill in
 
 
@@ -376,7 +342,7 @@ class MessageAnswer(PartsAnswer):
         return {"stop_reason": stop_reason, "stop_sequence": output.stop if stop_reason == "stop_sequence" else None}
 
 
-@router.post("/v1/messages", responses=documented(MessageObject, *ERRORS, error=MessagesError, **EVENTS))
+@router.post("/v1/messages", responses=documented(None, *ERRORS, error=MessagesError, **EVENTS))
 async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
     received = await receive(request, MessagesRequest)
@@ -386,15 +352,15 @@ async def messages(request: Request) -> Response:
     return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 
 
-@router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
+@router.post("/v1/messages/count_tokens", responses=documented(None, *ERRORS, error=MessagesError))
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     received = await receive(request, CountTokensRequest)
     body = received.body
     chat = await received.in_turn(lambda: chat_request(body, models_of(request).settings.limits))
 
-    def count(loaded: Loaded, encode: Encoder) -> TokenCount:
-        return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))
+    def count(loaded: Loaded, encode: Encoder) -> dict[str, int]:
+        return {"input_tokens": len(render_chat(chat, loaded, encode, must_fit=False)[1])}
 
     with names_of(body).used():
         return await respond_encoded(received, count)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
@@ -25,7 +25,7 @@ from .model import Loaded
 from .models import ServerState
 from .received import models_of, receive, unless_disconnected
 from .schema import Body, ChatMessage, Id, Many
-from .service import Service, State
+from .service import Service
 
 log = logging.getLogger("eagle_mlx.serve")
 router = APIRouter()
@@ -73,39 +73,6 @@ class Version(Shape):
     version: str
 
 
-class ModelInfo(Shape):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None
-    state: State
-
-
-class ModelList(Shape):
-    object: Literal["list"]
-    data: list[ModelInfo]
-
-
-class AnthropicModel(Shape):
-    """A model as clients that send `anthropic-version` expect it."""
-
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: Literal["active"]
-    max_input_tokens: int | None
-    max_tokens: int | None
-
-
-class AnthropicModelList(Shape):
-    data: list[AnthropicModel]
-    has_more: Literal[False]
-    first_id: str
-    last_id: str
-
-
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it."""
@@ -122,17 +89,17 @@ async def version() -> Response:
     return json_response(Version(version=metadata.version("eagle-mlx")))
 
 
-@router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
+@router.get("/v1/models", responses=documented(None, 401))
 async def models(request: Request) -> Response:
     """Return the models of this server, loaded or not."""
     services = models_of(request).services
     if "anthropic-version" in request.headers:
         names, data = list(services), list(map(described_to_anthropic, services.values()))
-        return json_response(AnthropicModelList(data=data, has_more=False, first_id=names[0], last_id=names[-1]))
-    return json_response(ModelList(object="list", data=list(map(described, services.values()))))
+        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return json_response({"object": "list", "data": list(map(described, services.values()))})
 
 
-@router.get("/v1/models/{model:path}", responses=documented(ModelInfo | AnthropicModel, 401, 404))
+@router.get("/v1/models/{model:path}", responses=documented(None, 401, 404))
 async def model(request: Request, model: str) -> Response:
     """Return a model by its name."""
     service = models_of(request).known(model)
@@ -140,31 +107,31 @@ async def model(request: Request, model: str) -> Response:
     return json_response(describe(service))
 
 
-def described(service: Service) -> ModelInfo:
+def described(service: Service) -> dict[str, Any]:
     """Describe a model for clients. Fields that need a loaded model are None until it is loaded."""
     loaded = service.loaded
-    return ModelInfo(
-        id=service.name,
-        object="model",
-        created=service.started,
-        owned_by="eagle-mlx",
-        max_model_len=loaded.target.context_length if loaded else None,
-        state="failed" if service.state == "loaded" and loaded is None else service.state,
-    )
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "eagle-mlx",
+        "max_model_len": loaded.target.context_length if loaded else None,
+        "state": "failed" if service.state == "loaded" and loaded is None else service.state,
+    }
 
 
-def described_to_anthropic(service: Service) -> AnthropicModel:
+def described_to_anthropic(service: Service) -> dict[str, Any]:
     """Describe a model as Anthropic's API does."""
     context = service.loaded.target.context_length if service.loaded else None
-    return AnthropicModel(
-        type="model",
-        id=service.name,
-        display_name=service.name,
-        created_at=datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
-        lifecycle="active",
-        max_input_tokens=context,
-        max_tokens=context,
-    )
+    return {
+        "type": "model",
+        "id": service.name,
+        "display_name": service.name,
+        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -213,7 +180,7 @@ async def page() -> HTMLResponse:
 _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 
 
-@router.post("/admin/load", responses=documented(ModelInfo, *_ERRORS))
+@router.post("/admin/load", responses=documented(None, *_ERRORS))
 async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
     service, _ = await _admitted(request, AdminRequest)
@@ -221,7 +188,7 @@ async def load(request: Request) -> Response:
     return json_response(described(service))
 
 
-@router.post("/admin/unload", responses=documented(ModelInfo, *_ERRORS, 409))
+@router.post("/admin/unload", responses=documented(None, *_ERRORS, 409))
 async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
     service, _ = await _admitted(request, AdminRequest)

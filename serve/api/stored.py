@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-from pydantic import ConfigDict
+from typing import Any, NamedTuple
 
 from .answer import dumps
-from .errors import ApiError, Shape
-from .responses_request import CustomCallItem, FunctionCallItem, Item, MessageItem, ReasoningItem, ThoughtText
+from .errors import ApiError
+from .responses_request import Item
 
 _ITEM_BYTES = 300
 """Memory of a stored item besides its JSON: three objects, and the id."""
@@ -27,54 +25,6 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-
-
-Ended = Literal["completed", "incomplete"]
-
-
-class OutputMessage(MessageItem):
-    id: str
-    status: Ended
-    type: Literal["message"]
-
-
-class OutputReasoning(ReasoningItem):
-    id: str
-    status: Ended
-    summary: list[Any]
-    content: list[ThoughtText]
-
-
-class OutputFunctionCall(FunctionCallItem):
-    id: str
-    status: Ended
-    arguments: str
-
-
-class OutputCustomCall(CustomCallItem):
-    id: str
-    status: Ended
-
-
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
-
-
-class InputItem(Shape):
-    """An item from the client or an earlier response; its other fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    type: str
-    status: str
-
-
-class InputItemList(Shape):
-    object: Literal["list"]
-    data: list[InputItem]
-    first_id: str
-    last_id: str
-    has_more: bool
 
 
 class StoredItem(NamedTuple):
