@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -212,89 +212,49 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
     )
 
 
-class Timings(Shape):
-    """Timings under llama.cpp's names. The time to the first token includes the wait in the queue."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-    cut_off: Literal["time"] = "time"
-    """Set only if the request's time limit cut the answer off."""
-
-
-class SpeculationCounts(Shape):
-    """Counts of speculative decoding. A step is a target forward of one request with draft tokens."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: dict[str, int]
-    num_spec_steps: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-    num_forced_tokens: int
-    """Accepted tokens that a grammar forced, and guesses between such. They are not draft tokens."""
-    num_draft_failures: int
-    """How often the proposer raised. After three times in a row, a request decodes plainly."""
-    lossless: bool
-    """False if `threshold` acceptance let drafts change the text."""
-
-
-class Measured(Shape):
-    """Timings, and metrics under vLLM's names, summed over all answers to a request."""
-
-    timings: Timings
-    metrics: dict[Literal["speculative_decoding"], SpeculationCounts]
-
-
 def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Return the fields of `Measured`."""
-    counts = _speculation(outputs)
-    return Measured(timings=_timings(call, outputs), metrics={"speculative_decoding": counts}).plain()
+    """Return the fields that describe an answer: timings, and metrics under vLLM's names, over all its outputs."""
+    return {"timings": _timings(call, outputs), "metrics": {"speculative_decoding": _speculation(outputs)}}
 
 
-def _timings(call: Call, outputs: Sequence[Output]) -> Timings:
+def _timings(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Return timings under llama.cpp's names. The time to the first token includes the wait in the queue."""
     now = perf_counter()
     first = call.first_token or now
     cached = sum(o.cached_tokens for o in outputs)
     read, tokens = sum(o.prompt_tokens for o in outputs) - cached, sum(len(o.tokens) for o in outputs)
     prompt_s, predicted_s = first - call.arrived, now - first
-    timings = Timings(
-        cache_n=cached,
-        prompt_n=read,
-        prompt_ms=round(1000 * prompt_s, 3),
-        prompt_per_second=round(read / prompt_s, 3) if prompt_s > 0 else 0.0,
-        predicted_n=tokens,
-        predicted_ms=round(1000 * predicted_s, 3),
-        predicted_per_second=round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
-        draft_n=sum(o.drafted for o in outputs),
-        draft_n_accepted=sum(o.accepted for o in outputs),
-    )
-    if any(o.cut_off is not None for o in outputs):
-        timings.cut_off = "time"
-    return timings
+    cut_off = {"cut_off": "time"} if any(o.cut_off is not None for o in outputs) else {}
+    return {
+        "cache_n": cached,
+        "prompt_n": read,
+        "prompt_ms": round(1000 * prompt_s, 3),
+        "prompt_per_second": round(read / prompt_s, 3) if prompt_s > 0 else 0.0,
+        "predicted_n": tokens,
+        "predicted_ms": round(1000 * predicted_s, 3),
+        "predicted_per_second": round(tokens / predicted_s, 3) if predicted_s > 0 else 0.0,
+        "draft_n": sum(o.drafted for o in outputs),
+        "draft_n_accepted": sum(o.accepted for o in outputs),
+        **cut_off,
+    }
 
 
-def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
+def _speculation(outputs: Sequence[Output]) -> dict[str, Any]:
+    """Count steps, target forwards of one request with draft tokens. Forced tokens are not draft tokens."""
     steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
     histogram: Counter[int] = Counter()
     for output in outputs:
         at_least = [*output.drafted_by_position[:1], *output.accepted_by_position, 0]
         histogram.update({length: this - more for length, (this, more) in enumerate(pairwise(at_least)) if this > more})
-    return SpeculationCounts(
-        mean_acceptance_length=round(1 + accepted / steps, 4) if steps else 1.0,
-        draft_acceptance_rate=round(accepted / drafted, 4) if drafted else 0.0,
-        acceptance_histogram={str(length): count for length, count in sorted(histogram.items())},
-        num_spec_steps=steps,
-        num_draft_tokens=drafted,
-        num_accepted_draft_tokens=accepted,
-        num_forced_tokens=sum(o.forced for o in outputs),
-        num_draft_failures=sum(o.draft_failures for o in outputs),
-        lossless=all(o.lossless for o in outputs),
-    )
+    return {
+        "mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+        "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+        "acceptance_histogram": {str(length): count for length, count in sorted(histogram.items())},
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "num_forced_tokens": sum(o.forced for o in outputs),
+        "num_draft_failures": sum(o.draft_failures for o in outputs),
+        "lossless": all(o.lossless for o in outputs),
+    }
