@@ -31,8 +31,6 @@ class RequestCounts:
     """What a request has read, drafted and accepted, and its interruptions. For most fields, see `Output`."""
 
     prompt_tokens: int
-    read_tokens: int = 0
-    """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
     cached_tokens: int = 0
     rounds: int = 0
     rounds_before: int = 0  # the rounds at the time of the last admission
@@ -50,10 +48,6 @@ class RequestCounts:
     @property
     def may_draft(self) -> bool:
         return self.failures_in_a_row < MOST_DRAFT_FAILURES
-
-    def read(self, positions: int) -> None:
-        """Record that the caches hold this many positions of the text."""
-        self.read_tokens = min(positions, self.prompt_tokens)
 
     def reuse(self, cached: int) -> None:
         """Record the positions that came from the prefix cache, unless the request resumes after a pause."""

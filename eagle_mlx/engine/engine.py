@@ -306,10 +306,6 @@ class Engine:
         if batch is not None and not self._in_step:
             self._do(Pause((), [batch]))
 
-    def before(self, request: RequestState) -> int | None:
-        """Return about how many waiting requests are ahead of this one; None if it does not wait. Thread-safe."""
-        return next((before for before, other in enumerate(self.admission.waiting) if other is request), None)
-
     def abandon(self, reason: str) -> None:
         """Fail all requests, including waiting ones. The engine can then be used again."""
         waiting = [*self.admission.waiting, *self.admission.prefilling]

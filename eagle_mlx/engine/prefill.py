@@ -24,7 +24,6 @@ class Prefill:
         self._prefixes = None if all(cache.is_positional for cache in batch.caches) else prefixes
         boundaries = [request.request.boundaries for request in batch.requests]
         self._stops = [stops(ends, len(text), cached) for ends, text in zip(boundaries, self._texts, strict=True)]
-        self._count()
 
     @property
     def left(self) -> int:
@@ -44,13 +43,8 @@ class Prefill:
             self._keep(self._read, self._read + width)
             self._read += width
             room -= rows * width
-        self._count()
         if not self.left:
             self.batch.cache.compact()
-
-    def _count(self) -> None:
-        for request in self.batch.requests:
-            request.counts.read(self._read)
 
     def _next_stop(self) -> int:
         """Return where the next forward must end at the latest, because recurrent states cannot be cut."""

@@ -7,7 +7,6 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import starmap
 from typing import Any
 
@@ -28,8 +27,6 @@ from .service import Call, Service
 from .worker import TIME, RequestEvent
 
 DONE = b"data: [DONE]\n\n"
-PROGRESS_SECONDS = 1.0
-"""Interval between comments that say what a request waits for; event readers ignore them."""
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -128,14 +125,6 @@ class Answer(ABC):
         """Yield the answer as server-sent events; those that are ready together are sent together."""
         if opening := self.open():
             yield opening.encode()
-        comment: str | None = None
-        while not self.call.begun.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.call.begun.wait(), PROGRESS_SECONDS)
-                break
-            if (now := self.call.waits_for()) not in (None, comment):
-                yield f": {now}\n\n".encode()
-            comment = now
         outputs: dict[int, Output] = {}
         while len(outputs) < len(self.requests):
             text = ""

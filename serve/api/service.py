@@ -247,19 +247,6 @@ class Call(Job):
         self.answer_seconds = answer_seconds
         self.service.worker.submit(self)
 
-    def waits_for(self) -> str | None:
-        """Return what an answer without output waits for, its turn or its prompts; None if that takes one step."""
-        if (engine := self.service.engine) is None:
-            return None
-        if begun := [request for request in self.requests if request.counts.read_tokens]:
-            prompts = [len(request.prompt) for request in begun]
-            read = sum(request.counts.read_tokens for request in begun)
-            # Counts would reveal prefix cache hits.
-            counts = f", {read} of {sum(prompts)} tokens" if self.service.settings.cache_report else ""
-            return f"reading the prompt{counts}" if max(prompts) > engine.prefill_chunk + 1 else None
-        places = [place for place in map(engine.before, self.requests) if place is not None]
-        return f"waiting, {min(places)} request{'' if min(places) == 1 else 's'} before this one" if places else None
-
     async def events(self) -> list[RequestEvent]:
         """Return the pending events of its requests, at least one."""
         events, totals = await super().events(), self.service.totals

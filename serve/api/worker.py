@@ -68,7 +68,6 @@ class Job:
     requests: Sequence[RequestState] = ()
     answer_seconds: float = inf
     """Limit of each, from its first token to its end."""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
     _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
     _ended: set[int] = field(default_factory=set)
 
@@ -78,7 +77,6 @@ class Job:
         if event.output is not None:
             self._ended.add(event.index)
             self.unfinished -= 1
-        self.begun.set()
         self._events.put_nowait(event)
 
     def fail(self, reason: str) -> None:

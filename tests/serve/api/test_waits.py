@@ -1,4 +1,4 @@
-"""What streams send before the answer starts, and how answers that take too long end."""
+"""How answers that take too long end, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event, Semaphore
+from threading import Semaphore
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -17,17 +16,11 @@ import pytest
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.service import Call
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 CHUNK = 16
 LONG = [3 + n % 400 for n in range(100)]
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_mlx.serve.api.answer.PROGRESS_SECONDS", 0.005)
 
 
 class Gate:
@@ -85,13 +78,7 @@ class Stream:
         answer = self._context.__enter__()
         assert answer.status_code == 200, answer.read()
         self._lines = answer.iter_lines()
-        self.comments: list[str] = []
         self.rest: list[str] = []
-
-    def comment(self) -> str:
-        """Return the next comment."""
-        self.comments.append(next(line for line in self._lines if line.startswith(":")).removeprefix(": "))
-        return self.comments[-1]
 
     def until(self, sign: str, count: int) -> None:
         """Read until so many lines have this sign."""
@@ -107,11 +94,9 @@ class Stream:
         return [json.loads(each) for each in data if each != "[DONE]"]
 
     def end(self) -> str:
-        """Return everything except comments."""
         lines = list(self._lines)
-        self.comments += [line.removeprefix(": ") for line in lines if line.startswith(":")]
         self._context.__exit__(None, None, None)
-        return "\n".join(line for line in lines if not line.startswith(":"))
+        return "\n".join(lines)
 
 
 def long_bodies() -> dict[str, dict[str, Any]]:
@@ -123,91 +108,6 @@ def long_bodies() -> dict[str, dict[str, Any]]:
         MESSAGES: {"messages": chat, "max_tokens": 3},
         RESPONSES: {"input": text, "max_output_tokens": 3},
     }
-
-
-def test_hidden_cache_counts_are_not_streamed() -> None:
-    with gated(max_batch=1, cache_report=False) as (server, gate):
-        stream = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
-        assert stream.comment() == "waiting, 0 requests before this one"
-        gate.let(2)
-        assert stream.comment() == "reading the prompt"
-
-
-def test_a_stream_reports_prefill_progress_and_queue_position() -> None:
-    with gated(max_batch=1) as (server, gate):
-        first = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
-        assert first.comment() == "waiting, 0 requests before this one"
-        gate.let(1)
-        assert first.comment() == f"reading the prompt, {CHUNK} of 100 tokens"
-        others = [Stream(server, path, body) for path, body in long_bodies().items()]
-        gate.let(1)
-        assert first.comment() == f"reading the prompt, {2 * CHUNK} of 100 tokens"
-        places = {each.comment() for each in others}
-        assert places == {f"waiting, {place} request{'s' * (place != 1)} before this one" for place in range(4)}
-        gate.open()
-        assert "[DONE]" in first.end()
-        for each in others:
-            each.end()
-
-
-def test_a_short_prompt_reports_no_progress() -> None:
-    with gated() as (server, gate):
-        body = {"prompt": [5, 6, 7], "max_tokens": 8, "stream": True}
-        request = server.http.build_request("POST", COMPLETIONS, json=body)
-        gate.let(1)
-        answer = server.http.send(request, stream=True)
-        gate.open()
-        text = answer.read().decode()
-        assert not [line for line in text.split("\n") if line.startswith(": reading")]
-        assert text.endswith("data: [DONE]\n\n")
-
-
-def test_official_clients_ignore_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During prefill, the engine waits in each step until the stream has sent something."""
-    told: list[str] = []
-    looked, waits_for = Event(), Call.waits_for
-
-    def noted(call: Call) -> str | None:
-        told.append(waits_for(call) or "")
-        looked.set()
-        return told[-1] or None
-
-    monkeypatch.setattr(Call, "waits_for", noted)
-    with live(lambda: Loaded(engine(prefill_chunk=CHUNK), "ngram", DEPTH, {"temperature": 0.0})) as server:
-        made = Gate(server).engine
-        real = type(made).step
-
-        def step() -> Any:
-            if not made.active:
-                looked.clear()
-                assert looked.wait(20)
-            return real(made)
-
-        made.step = step  # type: ignore[method-assign]
-        claude = anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0)
-        bodies = long_bodies()
-
-        def message() -> str:
-            body: Any = bodies[MESSAGES]
-            with claude.messages.stream(model=NAME, **body) as events:
-                return "".join(events.text_stream)
-
-        def chat() -> str:
-            body: Any = bodies[CHAT]
-            chunks = server.openai.chat.completions.create(model=NAME, stream=True, **body)
-            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-        def response() -> str:
-            body: Any = bodies[RESPONSES]
-            with server.openai.responses.stream(model=NAME, **body) as events:
-                return "".join(event.delta for event in events if event.type == "response.output_text.delta")
-
-        said = set()
-        for ask in (message, chat, response):
-            told.clear()
-            said.add(ask())
-            assert len({text for text in told if text.startswith("reading the prompt, ")}) > 2
-        assert len(said) == 1
 
 
 class Clock:
