@@ -68,7 +68,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     )
     remember(speculation.memory_texts, engine, say)
     drafts = speculation.max_depth if proposer is not None else 0
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation)
     loaded.thinking_budget = config.thinking_budget
     if files is not None and loaded.memory is not None:
         loaded.memory_file = MemoryFile(folder, loaded.memory, target)

@@ -16,7 +16,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
-from ..chat import ChatFormat, Grammars, Volatile
+from ..chat import ChatFormat, Grammars
 from ..speculation import PolicyName, Speculation
 from .errors import ApiError, bad_request
 from .limits import Limits
@@ -43,7 +43,6 @@ class Loaded:
     """Maximum draft tokens per round."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Default sampling parameters."""
-    volatile: Volatile = field(default_factory=Volatile)
     speculation: Speculation = field(default_factory=Speculation)
     """The present settings."""
     memory_file: MemoryFile | None = None
@@ -55,7 +54,7 @@ class Loaded:
         self.target = self.engine.target
         assert self.target.tokenizer is not None  # `load` requires one
         self.tokenizer = self.target.tokenizer
-        self.chat = ChatFormat.of(self.target, self.volatile)
+        self.chat = ChatFormat.of(self.target)
         self.grammars = Grammars.of(self.target, self.chat)
         self.texts = TokenTexts(self.tokenizer)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from eagle_mlx.catalog import embedded
 from eagle_mlx.errors import ConfigError
@@ -26,9 +26,6 @@ from eagle_mlx.setting import (
 from eagle_mlx.target_options import TargetOptions
 
 from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation
-
-if TYPE_CHECKING:
-    from ..chat import Volatile
 
 ANYBODY = "*"
 """Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
@@ -197,17 +194,10 @@ class LoadConfig(Group):
     )
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     thinking_budget: int | None = setting(None, f"{THINKING}; a request may set another", AT_LEAST_0)
-    volatile: tuple[str, ...] = setting(
-        (), "changing text to remove from system prompts; repeatable", metavar="REGEX", repeat=True
-    )
-    keep_volatile: bool = setting(
-        False, "keep Claude Code's billing header in system prompts; it changes with every request"
-    )
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def _check(self) -> None:
-        self.left_out()
         if self.prefix_cache_dir is not None and self.prefix_cache_gb == 0:
             raise ConfigError(
                 "--prefix-cache-dir stores the prefix cache, but --prefix-cache-gb 0 disables it; remove one of them"
@@ -220,12 +210,6 @@ class LoadConfig(Group):
             raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
         if (part := self.prefix_cache_gb or 0) > (whole := self.memory.kv_gb or math.inf):
             raise ConfigError(f"--prefix-cache-gb {part:g} is a part of --kv-gb, which is only {whole:g}")
-
-    def left_out(self) -> Volatile:
-        """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""
-        from ..chat import Volatile  # not at the top, because it needs the extra
-
-        return Volatile.of(self.volatile, not self.keep_volatile)
 
     def resolved(self) -> Self:
         """Return this config with the default target and head filled in."""

@@ -12,7 +12,7 @@ from jinja2 import TemplateError, UndefinedError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import PromptError
 from eagle_mlx.target import Target
 
 from .families import answer_states, call_tags
@@ -126,48 +126,20 @@ _BILLING_HEADER = re.compile(
     r"\Ax-anthropic-billing-header:"
     r"(?:[ \t]{0,4}(?:cc_version|cc_entrypoint|cc_workload|cch)=[^;\n]{0,128};){1,8}\s{0,8}"
 )
-"""Claude Code writes it as the first block of its system prompt; it is not meant for a model. `cch` is a checksum.
+"""Claude Code writes it as the first block of its system prompt; it is not meant for a model. `cch` is a checksum that
+changes with every request, so the prefix cache could reuse nothing after it (50 s instead of 3.65 s: vllm-mlx#277).
 
 No separator may follow it. All repeats are bounded, so a match takes constant time.
 """
-SEARCHED = 1 << 16
-"""Characters of system prompts that are searched per request. Claude Code's system prompt has about 60,000.
-
-An operator's own pattern may take quadratic time: a second for this length, hours for much longer texts.
-"""
 
 
-@dataclass(frozen=True)
-class Volatile:
-    """Patterns of text in system messages that changes with every request: the prefix cache can reuse nothing after it.
-
-    An agent's header before its system prompt made a server prefill for 50 s instead of 3.65 s (vllm-mlx#277).
-    """
-
-    patterns: tuple[re.Pattern[str], ...] = (_BILLING_HEADER,)
-
-    @classmethod
-    def of(cls, more: Sequence[str] = (), built_in: bool = True) -> Volatile:
-        """Return the built-in patterns, unless `built_in` is false, and more. Raises ConfigError for an invalid one."""
-        patterns = list(cls().patterns) if built_in else []
-        for pattern in more:
-            try:
-                patterns.append(re.compile(pattern))
-            except re.error as e:
-                raise ConfigError(f"--volatile {pattern!r} is not a regular expression: {e}") from e
-        return cls(tuple(patterns))
-
-    def strip(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages without matches in the first `SEARCHED` characters of all system messages together."""
-        read, left = [], SEARCHED
-        for message in messages:
-            text = message["content"]
-            start, rest = (text[:left], text[left:]) if message["role"] == "system" else ("", text)
-            left -= len(start)
-            for pattern in self.patterns:
-                start = pattern.sub("", start)
-            read.append({**message, "content": start + rest})
-        return read
+def without_billing_header(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose system prompts lack Claude Code's billing header."""
+    read = list(map(dict, messages))
+    for message in read:
+        if message["role"] == "system":
+            message["content"] = _BILLING_HEADER.sub("", message["content"])
+    return read
 
 
 @dataclass(frozen=True)
@@ -178,14 +150,13 @@ class ChatFormat:
     thoughts: AnswerStates
     calls: ToolCallTags | None
     """None if there is no parser for the model's calls."""
-    volatile: Volatile = Volatile()
 
     @classmethod
-    def of(cls, target: Target, volatile: Volatile = Volatile()) -> ChatFormat:
+    def of(cls, target: Target) -> ChatFormat:
         """Read a target's tokenizer. Without one, `has_chat_template` is false."""
         if (tokenizer := target.tokenizer) is None:
-            return cls(None, AnswerStates(), None, volatile)
-        return cls(tokenizer, answer_states(tokenizer), call_tags(tokenizer), volatile)
+            return cls(None, AnswerStates(), None)
+        return cls(tokenizer, answer_states(tokenizer), call_tags(tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
@@ -220,7 +191,7 @@ class ChatFormat:
                 "tools: there is no parser for this model's tool calls; if one of mlx-lm's parsers fits, set it as "
                 "tool_parser_type in the model's tokenizer_config.json"
             )
-        read = self.volatile.strip(read)
+        read = without_billing_header(read)
         return self._first_rendered(read, ways_to_render(read, arguments, self.calls), check)
 
     def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way], check: Callable[[], None]) -> Chat:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.api.conversation import Turns
-from eagle_mlx.serve.chat import Volatile
 from eagle_mlx.serve.chat.parser import AnswerParser
+from eagle_mlx.serve.chat.template import without_billing_header
 from tests.serve.chat.formats import WEATHER, format_with_parser
 
 HEADER = "x-anthropic-billing-header: a="
@@ -34,7 +34,7 @@ def test_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 
     def leave_out(count: int) -> None:
         text = HEADER * count + end
-        assert Volatile().strip([{"role": "system", "content": text}])[0]["content"] == text
+        assert without_billing_header([{"role": "system", "content": text}])[0]["content"] == text
 
     assert is_linear(leave_out, 700)
 

@@ -1,4 +1,4 @@
-"""Text that agents change in every request: known parts are removed, and other changes are reported once."""
+"""Claude Code's billing header, which changes with every request, is removed from system prompts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.errors import ConfigError
-from eagle_mlx.serve.chat import ChatFormat, Volatile
-from eagle_mlx.serve.chat.template import SEARCHED
-from tests.serve.chat.formats import HELLO, format_of, target_of
+from eagle_mlx.serve.chat.template import without_billing_header
+from tests.serve.chat.formats import HELLO, format_of
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
 RULES = "You are a coding agent. Follow the rules: be brief; be kind."
@@ -37,7 +35,7 @@ def test_only_changing_text_of_system_prompts_is_removed() -> None:
     asked = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
     assert header in str(format.tokenizer.decode(format.chat(asked).tokens()))  # type: ignore[union-attr]
     for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
-        assert Volatile().strip([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
+        assert without_billing_header([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
 
 
 @pytest.mark.parametrize(
@@ -50,25 +48,6 @@ def test_only_changing_text_of_system_prompts_is_removed() -> None:
     ],
 )
 def test_only_a_header_of_known_fields_at_the_start_is_removed(text: str) -> None:
-    assert Volatile().strip([system_text(text)]) == [system_text(text)]
-    kept = Volatile().strip([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
+    assert without_billing_header([system_text(text)]) == [system_text(text)]
+    kept = without_billing_header([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
     assert kept == [system_text(text)]
-
-
-def test_only_the_beginning_of_a_long_text_is_searched() -> None:
-    counter = Volatile.of([r"Tokens used: \d+\n"], built_in=False)
-    early, late = system_text("Tokens used: 51\n" + RULES), system_text("x" * SEARCHED + "Tokens used: 51\n")
-    assert [each["content"] for each in counter.strip([early, late])] == [RULES, late["content"]]
-
-
-def test_patterns_can_be_added_or_turned_off() -> None:
-    chat = [{"role": "system", "content": HEADER.format("1") + "Tokens used: 51\n" + RULES}]
-    assert Volatile.of([r"Tokens used: \d+\n"]).strip(chat)[0]["content"] == RULES
-    assert Volatile.of(built_in=False).strip(chat) == chat
-    kept = ChatFormat.of(target_of("plain"), Volatile.of(built_in=False))
-    assert kept.chat([*chat, *HELLO]).tokens() != format_of("plain").chat([*chat, *HELLO]).tokens()
-
-
-def test_invalid_regular_expressions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--volatile '\(' is not a regular expression"):
-        Volatile.of(["("])
