@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,11 +15,9 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
-from eagle_mlx.engine.cost_curve import Curve
 from eagle_mlx.head_check import trial_prompts
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.plan import Context, RoundResult
-from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.sampling_params import LogitsProcessor, SamplingParams
 from eagle_mlx.target import Target
@@ -43,12 +40,8 @@ LONG = 1024
 ROUNDS = 48
 _SETTLING = 4
 """First rounds, which are not counted."""
-CHANCES = (0.0, 0.6, 0.8)
-"""Shares of accepted draft tokens: a useless head, a usual one, a good one."""
-_SIMULATED = 1000
-_CLOSE, _WINDOW = 0.96, 50
-"""A policy has found the best plan when the next 50 rounds reach this share of its speed."""
-_FIRST = 200
+CHANCES = (0.6, 0.8)
+"""Shares of accepted draft tokens: a usual head, a good one."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +89,15 @@ class PlainRounds:
 
 
 @dataclass(frozen=True)
-class PolicyRun:
-    """The default policy in a simulation over the measured steps. Speeds are relative to plain decoding."""
+class BestChain:
+    """The fastest chain of draft tokens by the measured steps, if each is accepted with some probability."""
 
     acceptance: float
     """The probability that a draft token is accepted if those before it are."""
-    best_depth: int
-    """Draft tokens of the fastest chain."""
-    best_speed: float
-    rounds: int | None
-    """Rounds until the policy is about as fast; None if it takes too long."""
-    seconds: float | None
-    first_rounds: float
-    """The speed of the first 200 rounds."""
+    depth: int
+    """Draft tokens per round; 0 if plain decoding is fastest."""
+    speed: float
+    """Relative to plain decoding."""
 
 
 def take_turns(
@@ -267,26 +256,10 @@ def _rounds(
     return 1e3 * median(taken[_SETTLING:]), max(0, mx.get_peak_memory() - before) / 1e9
 
 
-def simulate_policy(steps: Steps, curve: Curve, chance: float) -> PolicyRun:
-    """Run the default policy from a cost curve, with drafts accepted by chance. Rounds take as long as the steps."""
-    policy, draws = ThroughputPolicy(curve=curve), random.Random(0)
-    depths = range(policy.max_depth + 1)
+def best_chain(steps: Steps, chance: float) -> BestChain:
+    depths = range(MOST_TOKENS + 1)
     verify = np.interp([depth + 1 for depth in depths], list(steps.verify_ms), list(steps.verify_ms.values()))
-    seconds = [(ms + depth * steps.draft_ms) / 1e3 for depth, ms in zip(depths, verify.tolist(), strict=True)]
     tokens = [sum(chance**i for i in range(depth + 1)) for depth in depths]
-    speeds = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
-    best = max(depths, key=lambda depth: speeds[depth])
-    chosen = list[int]()
-    for _ in range(_SIMULATED):
-        plan = policy.plan(Context(1))
-        kept = next((at for at in range(plan.depth) if draws.random() >= chance), plan.depth)
-        chosen.append(plan.depth)
-        policy.observe(RoundResult(plan, [plan.depth], [kept], [kept + 1], seconds[plan.depth]))
-
-    def speed(first: int, rounds: int) -> float:
-        window = chosen[first : first + rounds]
-        return sum(tokens[depth] for depth in window) / sum(seconds[depth] for depth in window)
-
-    at = next((at for at in range(_SIMULATED - _WINDOW) if speed(at, _WINDOW) >= _CLOSE * speeds[best]), None)
-    until = None if at is None else sum(seconds[depth] for depth in chosen[:at])
-    return PolicyRun(chance, best, speeds[best] / speeds[0], at, until, speed(0, _FIRST) / speeds[0])
+    speeds = [tokens[depth] / (verify[depth] + depth * steps.draft_ms) for depth in depths]
+    best = max(depths, key=speeds.__getitem__)
+    return BestChain(chance, best, float(speeds[best] / speeds[0]))

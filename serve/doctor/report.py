@@ -26,7 +26,7 @@ from eagle_mlx.proposers.draft_model import check_same_tokenizer
 from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
 
 from . import measure
-from .measure import PlainRounds, PolicyRun, SameBits, Steps
+from .measure import BestChain, PlainRounds, SameBits, Steps
 from .options import PRINT, USUAL, DoctorOptions
 
 _SHARE = 0.5
@@ -41,8 +41,6 @@ _BUSY = 1.3
 """A spread above this means that other programs were at work."""
 _LITTLE = 1.1
 """A gain below this is hardly worth a head."""
-_LOSS = 0.97
-"""The least speed that a useless head may leave."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Findings:
     """Tokens and seconds of a forward, as commands measure them when they load a model."""
     same_bits: Sequence[SameBits]
     plain_rounds: PlainRounds
-    policy: Sequence[PolicyRun]
+    chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
 
 
@@ -120,7 +118,7 @@ def _measured(options: DoctorOptions) -> Findings:
         curve_at_load=curve,
         same_bits=measure.compare_bits(target, compared),
         plain_rounds=measure.plain_rounds(target, context, seconds),
-        policy=[measure.simulate_policy(steps, curve, chance) for chance in measure.CHANCES],
+        chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
         draft_model=None if draft is None else _sizes(draft),
     )
 
@@ -174,32 +172,29 @@ def as_text(findings: Findings) -> str:
         f"plain round: {plain.ms:.2f} ms, {plain.alone_ms:.2f} without running ahead; memory beyond the weights "
         f"{plain.gb:.3f} GB, {plain.alone_gb:.3f} without, after {plain.context} tokens"
     )
-    lines += [_policy_line(run) for run in findings.policy]
+    lines += [
+        f"{chain.acceptance:.0%} accepted: best with {counted(chain.depth, 'token')}, {chain.speed:.2f} times plain"
+        for chain in findings.chains
+    ]
     return "\n".join([*lines, "", *(f"- {text}" for text in advice(findings))])
-
-
-def _policy_line(run: PolicyRun) -> str:
-    best = f"best with {counted(run.best_depth, 'draft token')}, {run.best_speed:.2f} times plain"
-    until = "not found" if run.rounds is None else f"found after {counted(run.rounds, 'round')}, {run.seconds:.2f} s"
-    return f"{run.acceptance:.0%} accepted: {best}, {until}; first 200 rounds {run.first_rounds:.2f} (simulated)"
 
 
 def advice(findings: Findings) -> Iterator[str]:
     """Yield sentences that say what the figures mean."""
-    verify, (useless, usual, good) = findings.steps.verify_ms, findings.policy
+    verify, (usual, good) = findings.steps.verify_ms, findings.chains
     if findings.steps.spread > _BUSY:
         yield f"Times vary by {findings.steps.spread:.1f}: close other programs and repeat this."
     if sys.platform == "linux" and findings.machine.blas == "reference":
         yield "MLX's own BLAS is slow: sudo apt-get install libopenblas0-pthread."
     if findings.machine.device == "cpu" and findings.model.bits:
         yield "A CPU reads quantized weights again for each position, so drafts cost much: try a model in float32."
-    if good.best_speed < _LITTLE:
+    if good.speed < _LITTLE:
         yield "Even a good head gains little here: decode plainly, or with --spec-decode ngram for texts that repeat."
     else:
         yield (
-            f"Drafting pays: with {good.acceptance:.0%} of draft tokens accepted, {good.best_depth} per round give "
-            f"{good.best_speed:.2f} times the speed of plain decoding; with {usual.acceptance:.0%}, "
-            f"{usual.best_depth} give {usual.best_speed:.2f} times."
+            f"Drafting pays: with {good.acceptance:.0%} of draft tokens accepted, {good.depth} per round give "
+            f"{good.speed:.2f} times the speed of plain decoding; with {usual.acceptance:.0%}, "
+            f"{usual.depth} give {usual.speed:.2f} times."
         )
     for (fewer, ms), (count, more) in pairwise(verify.items()):
         if 1 < fewer and count <= 16 and count - fewer == 1 and more > _JUMP * ms:
@@ -207,11 +202,6 @@ def advice(findings: Findings) -> Iterator[str]:
                 f"A verify of {count} positions costs {more / ms:.2f} times one of {fewer}: with --spec-policy fixed, "
                 f"try --num-speculative-tokens {fewer - 1}."
             )
-    if useless.first_rounds < _LOSS:
-        yield (
-            f"A useless head would slow the first 200 rounds to {useless.first_rounds:.2f} of plain decoding; for "
-            "single short answers, decode plainly."
-        )
     yield from _about_bits(findings.same_bits, verify, findings.model.random_weights)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.doctor import measure
 from eagle_mlx.serve.doctor.cli import main
-from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, PolicyRun, SameBits, Steps
+from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, SameBits, Steps, best_chain
 from eagle_mlx.serve.doctor.report import Findings, MeasuredModel, advice, as_text
 from eagle_mlx.target import Forward, Target, load_target, nbytes_of
 from tests.architectures import tiny_model
@@ -47,7 +46,7 @@ def test_each_size_has_a_finite_positive_number(
     assert all(map(math.isfinite, numbers(figures)))
     assert figures["model"]["bits"] is None
     assert [same["compared"] for same in figures["same_bits"]] == [64] * 4
-    assert len(figures["policy"]) == 3
+    assert len(figures["chains"]) == 2
     assert figures["advice"]
     for part in ("build tiny", "verify and draft", "prefill", "same bits", "plain rounds"):
         assert f"{part}: 100%" in bars
@@ -122,23 +121,13 @@ def steps_on(curve: str) -> Steps:
     return Steps(512, ms, draft_ms=1.0, spread=1.0)
 
 
-@cache
-def simulated(curve: str) -> list[PolicyRun]:
-    steps = steps_on(curve)
-    curve_at_load = [(count, ms / 1e3) for count, ms in steps.verify_ms.items()]
-    return [measure.simulate_policy(steps, curve_at_load, chance) for chance in CHANCES]
-
-
 @pytest.mark.parametrize(
     ("curve", "depths"), [("M1 and M2", (0, 0, 0)), ("M3 Max", (0, 2, 3)), ("M5 Max", (0, 2, 5)), ("steps", (0, 2, 4))]
 )
-def test_the_policy_is_simulated_over_the_measured_steps(curve: str, depths: tuple[int, ...]) -> None:
-    runs = simulated(curve)
-    assert tuple(run.best_depth for run in runs) == depths
-    for run in runs:
-        assert run.best_speed >= 1
-        assert run.rounds is not None
-        assert run.rounds < 300
+def test_the_best_chain_follows_from_the_measured_steps(curve: str, depths: tuple[int, ...]) -> None:
+    chains = [best_chain(steps_on(curve), chance) for chance in (0.0, *CHANCES)]
+    assert tuple(chain.depth for chain in chains) == depths
+    assert all(chain.speed >= 1 for chain in chains)
 
 
 def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
@@ -147,7 +136,9 @@ def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
     same = [SameBits(width, 64, 64, 64, 0, 0.0) for width in (2, 4, 8, 16)]
     plain = PlainRounds(1024, 20.5, 21.5, 0.3, 0.2)
     curve_at_load = [(1, 0.02), (4, 0.03)]
-    result = Findings(machine, 40.0, 0, model, steps_on(curve), 900.0, curve_at_load, same, plain, simulated(curve))
+    steps = steps_on(curve)
+    chains = [best_chain(steps, chance) for chance in CHANCES]
+    result = Findings(machine, 40.0, 0, model, steps, 900.0, curve_at_load, same, plain, chains)
     return replace(result, **changes)
 
 
