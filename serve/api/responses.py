@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,10 +23,11 @@ from .received import client_of, key_of, models_of, receive
 from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
-from .stored import ID_PREFIXES, ResponseMemory, StoredItem, StoredResponse, stored_items
+from .stored import ResponseMemory, StoredResponse, stored_items
 
 Keep = Callable[[dict[str, Any]], None]
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _INPUT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
@@ -198,7 +198,7 @@ class ResponseAnswer(PartsAnswer):
         else:
             content = {"type": "output_text", "text": part.content, "annotations": [], "logprobs": []}
             item = {"type": "message", "role": "assistant", "content": [content]}
-        return {"id": f"{ID_PREFIXES[item['type']]}_{self.call.id}_{index}", **item, "status": status}
+        return {"id": f"{_ID_PREFIXES[item['type']]}_{self.call.id}_{index}", **item, "status": status}
 
     def _usage(self, output: Output) -> dict[str, Any]:
         return {
@@ -242,7 +242,7 @@ async def responses(request: Request) -> Response:
     received = await receive(request, ResponsesRequest)
     body = received.body
     service = models_of(request).named(body.model)
-    limits, earlier = service.settings.limits, list[StoredItem]()
+    limits, earlier = service.settings.limits, list[bytes]()
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         earlier += before.items
@@ -253,12 +253,12 @@ async def responses(request: Request) -> Response:
         if len(earlier) + len(new) > limits.containers:
             message = f"the conversation has more than {limits.containers} items; begin a new one"
             raise ApiError(413, message, "input", "request_too_large")
-        kept = [*earlier, *stored_items(new, f"{secrets.token_hex(12)}_in")] if body.store is not False else ()
+        kept = [*earlier, *stored_items(new)] if body.store is not False else ()
 
         def keep(response: dict[str, Any]) -> None:
             memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))
 
-        items = [*(_ITEM.validate_json(item.json) for item in earlier), *new]
+        items = [*map(_ITEM.validate_json, earlier), *new]
         chat = chat_request(body, items, functions, limits)
         return lambda call: PendingResponse(call, body, chat, functions, keep)
 
@@ -271,12 +271,6 @@ async def response(request: Request, id: str) -> Response:
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream: a finished response cannot be streamed; leave out stream", "stream")
     return Response(memory_of(request).get(id).json, media_type="application/json")
-
-
-@router.get("/v1/responses/{id}/input_items", responses=documented(None, 400, 401, 404))
-async def input_items_of(request: Request, id: str) -> Response:
-    """Return the conversation that a response answers, in pages."""
-    return Response(memory_of(request).get(id).page(request.query_params), media_type="application/json")
 
 
 @router.delete("/v1/responses/{id}", responses=documented(None, 401, 404))

@@ -1,100 +1,42 @@
-"""Items of responses as they are published, and stored responses, which later requests continue, list or delete."""
+"""Stored responses, which later requests continue or delete."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .answer import dumps
 from .errors import ApiError
 from .responses_request import Item
 
-_ITEM_BYTES = 300
-"""Memory of a stored item besides its JSON: three objects, and the id."""
+_ITEM_BYTES = 60
+"""Memory of a stored item besides its JSON, at most: an object, and its place in a list."""
 _RESPONSE_BYTES = 1000
 """Memory of a stored response besides its items and its JSON, at most."""
-_MOST_ITEMS = 100
-"""Maximum items per page, as in OpenAI's API."""
-ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
 
 
-class StoredItem(NamedTuple):
-    id: str
-    json: bytes
-    """The item as OpenAI lists it."""
-
-    @classmethod
-    def of(cls, item: Mapping[str, Any]) -> StoredItem:
-        return cls(item["id"], dumps(item).encode())
-
-
-def stored_items(items: Sequence[Item], place: str) -> list[StoredItem]:
-    """Return input items to store. place: the last part of their ids, if the client gave none."""
-    return [StoredItem.of(_listed(item, f"{place}_{index}")) for index, item in enumerate(items)]
-
-
-def _listed(item: Item, place: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it."""
-    fields = item.model_dump(exclude_none=True)
-    kind = fields.setdefault("type", "message")
-    if kind == "message" and isinstance(fields.setdefault("content", ""), str):
-        part = "output_text" if fields["role"] == "assistant" else "input_text"
-        fields["content"] = [{"type": part, "text": fields["content"]}]
-    for part in fields["content"] if kind == "message" else ():
-        if part["type"] == "output_text":
-            part.setdefault("annotations", [])
-    return {"id": f"{ID_PREFIXES.get(kind, 'item')}_{place}", "status": "completed", **fields}
+def stored_items(items: Sequence[Item]) -> list[bytes]:
+    """Return the JSON of input items."""
+    return [dumps(item.model_dump(exclude_unset=True)).encode() for item in items]
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     json: bytes
-    items: Sequence[StoredItem]
-    """The whole conversation, including the response."""
-    outputs: int
-    """How many of the items belong to the response."""
+    items: Sequence[bytes]
+    """The whole conversation, including the response, as JSON."""
     client: str
     nbytes: int
     """Memory that it takes, as if it shared no items with earlier turns."""
 
     @classmethod
-    def of(cls, response: Mapping[str, Any], before: Sequence[StoredItem], client: str) -> StoredResponse:
+    def of(cls, response: Mapping[str, Any], before: Sequence[bytes], client: str) -> StoredResponse:
         """before: the conversation without the response."""
-        outputs, json = list(map(StoredItem.of, response["output"])), dumps(response).encode()
-        items = (*before, *outputs)
-        nbytes = _RESPONSE_BYTES + len(json) + sum(len(item.json) + _ITEM_BYTES for item in items)
-        return cls(json, items, len(outputs), client, nbytes)
-
-    def page(self, query: Mapping[str, str]) -> bytes:
-        """Return the JSON of a page of the conversation before the response. Raises ApiError 400.
-
-        query: `order`, `after` and `limit` as in OpenAI's API.
-        """
-        order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, "order: must be asc or desc", "order")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_ITEMS):
-            raise ApiError(400, f"limit: must be an integer from 1 to {_MOST_ITEMS}", "limit")
-        items = self.items[: len(self.items) - self.outputs][:: 1 if order == "asc" else -1]
-        start = 0
-        if after is not None:
-            start = 1 + next((index for index, item in enumerate(items) if item.id == after), -1)
-            if not start:
-                raise ApiError(400, f"after: there is no item with the id {after[:100]!r}", "after")
-        page = items[start : start + int(limit)]
-        ids = [item.id for item in page] or [""]
-        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > start + len(page)}
-        data = b",".join(item.json for item in page)
-        return b'{"object":"list","data":[%b],%b' % (data, dumps(ends)[1:].encode())
+        json = dumps(response).encode()
+        items = (*before, *(dumps(item).encode() for item in response["output"]))
+        return cls(json, items, client, _RESPONSE_BYTES + len(json) + sum(len(item) + _ITEM_BYTES for item in items))
 
 
 class ResponseMemory:

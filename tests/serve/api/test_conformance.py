@@ -10,7 +10,6 @@ from typing import Any
 import anthropic
 import pytest
 from openai.types import CompletionUsage
-from openai.types.responses import ResponseItemList
 
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.messages import KNOWN_TOOLS
@@ -163,34 +162,10 @@ def test_an_unknown_previous_response_is_a_bad_request(server: Live) -> None:
     assert server.http.get(f"{RESPONSES}/resp_unknown").status_code == 404
 
 
-def test_input_items_are_listed(caller: Live) -> None:
-    server = caller
-    first = ok(server, RESPONSES, instructions="Be brief.")
-    asked = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    given = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
-    mine = {"role": "user", "content": [{"type": "input_text", "text": "more"}], "id": "msg_mine"}
-    second = ok(server, RESPONSES, input=[asked, given, mine], previous_response_id=first["id"])
-    url = f"{RESPONSES}/{second['id']}/input_items"
-    listed = server.http.get(url, params={"order": "asc"}).json()
-    ResponseItemList.model_validate(listed)
-    kinds = [item["type"] for item in listed["data"]]
-    assert kinds == ["message", "message", "function_call", "function_call_output", "message"]
-    assert listed["data"][0]["content"] == [{"type": "input_text", "text": "hi"}]
-    assert listed["data"][1]["id"] == first["output"][0]["id"]
-    assert listed["data"][-1]["id"] == "msg_mine"
-    assert server.http.get(url).json()["data"] == listed["data"][::-1]
-    pages = list(server.openai.responses.input_items.list(second["id"], limit=2, order="asc"))
-    assert [item.id for item in pages] == [item["id"] for item in listed["data"]]
-    for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "nobody"}):
-        answer = server.http.get(url, params=wrong)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(wrong)))
-    assert server.http.get(f"{RESPONSES}/resp_unknown/input_items").status_code == 404
-
-
 def test_head_requests_work_on_all_readable_paths(server: Live) -> None:
     kept = ok(server, RESPONSES)["id"]
     paths = ["/", "/health", "/version", "/metrics", "/openapi.json", "/v1/models", f"/v1/models/{NAME}"]
-    for path in (*paths, f"{RESPONSES}/{kept}", f"{RESPONSES}/{kept}/input_items", "/v1/spec_decode/metrics"):
+    for path in (*paths, f"{RESPONSES}/{kept}", "/v1/spec_decode/metrics"):
         asked, head = server.http.get(path), server.http.head(path)
         assert (head.status_code, head.content) == (asked.status_code, b"") == (200, b""), path
         assert head.headers["content-type"] == asked.headers["content-type"]

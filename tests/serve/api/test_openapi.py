@@ -59,7 +59,6 @@ READS = (
     "/v1/models",
     "/v1/models/{model}",
     "/v1/responses/{id}",
-    "/v1/responses/{id}/input_items",
     "/metrics",
     "/v1/spec_decode/metrics",
 )

@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.responses_request import MessageItem
-from eagle_mlx.serve.api.stored import ResponseMemory, StoredResponse, stored_items
+from eagle_mlx.serve.api.stored import ResponseMemory, StoredResponse
 from tests.full import diagonal
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import NAME, Live, engine, live, wide
@@ -272,22 +271,10 @@ def test_the_size_of_stored_responses_is_that_of_their_memory() -> None:
         more = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert 0.5 * (counted := memory(server).nbytes * 3 / 4) < more < counted
-        page = server.http.get(f"{URL}/{first}/input_items?limit=2").json()
-        assert [item["type"] for item in page["data"]] == ["message", "reasoning"]
-        after = server.http.get(f"{URL}/{first}/input_items?limit=1&after={page['last_id']}").json()
-        assert (after["data"][0]["type"], after["has_more"]) == ("reasoning", True)
         more_items = {"input": items[:200], "previous_response_id": first}
         answer = server.http.post(URL, json=more_items)
         assert answer.status_code == 413
         assert "more than 2000 items" in answer.json()["error"]["message"]
-
-
-def test_a_page_of_input_items_joins_what_is_stored() -> None:
-    items = stored_items([MessageItem(role="user", content="x" * number) for number in range(500)], "a")
-    stored = StoredResponse.of({"output": []}, items, "")
-    page = json.loads(stored.page({"limit": "3", "after": "msg_a_490"}))
-    assert [item["id"] for item in page["data"]] == ["msg_a_489", "msg_a_488", "msg_a_487"]
-    assert page["data"] == [json.loads(item.json) for item in items[489:486:-1]]
 
 
 def test_a_client_with_many_responses_loses_its_own() -> None:
@@ -304,17 +291,16 @@ def test_a_client_with_many_responses_loses_its_own() -> None:
 
 
 def test_responses_belong_to_the_key_that_made_them() -> None:
-    """Another key can neither read, list, continue nor delete them, nor make the server drop them."""
+    """Another key can neither read, continue nor delete them, nor make the server drop them."""
     with live(settings=wide(Limits(responses=2), api_key="mine yours")) as server:
         as_other = {"Authorization": "Bearer yours"}
         server.http.headers["Authorization"] = "Bearer mine"
         body = {"input": "x", "max_output_tokens": 1}
         id = ask(server, **body)["id"]
         missing = server.http.get(f"{URL}/resp_none").json()["error"]["message"]
-        for path in (f"{URL}/{id}", f"{URL}/{id}/input_items"):
-            answer = server.http.get(path, headers=as_other)
-            assert answer.status_code == 404
-            assert answer.json()["error"]["message"] == missing.replace("resp_none", id)
+        answer = server.http.get(f"{URL}/{id}", headers=as_other)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == missing.replace("resp_none", id)
         assert server.http.delete(f"{URL}/{id}", headers=as_other).status_code == 404
         answer = server.http.post(URL, json=body | {"previous_response_id": id}, headers=as_other)
         assert answer.json()["error"]["code"] == "previous_response_not_found"
