@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
 
 from eagle_mlx.request import Output
@@ -20,7 +21,7 @@ from .errors import ApiError
 from .limits import Limits
 from .model import Loaded, check
 from .received import Received, validated
-from .schema import ChatRequest, EventFormat, Extensions
+from .schema import Body, ChatRequest, EventFormat, Extensions, ToolName
 from .service import Call
 from .worker import RequestEvent
 
@@ -38,6 +39,32 @@ class ChatExtensions(Extensions):
     def extensions(self) -> dict[str, Any]:
         """Return the fields that were given, as Chat Completions names them."""
         return self.model_dump(include=set(ChatExtensions.model_fields), exclude_none=True)
+
+
+class OwnTool(Body):
+    """The fields of a tool that the client runs, in the Messages and Responses APIs."""
+
+    name: ToolName
+    description: str | None = None
+    strict: bool | None = None
+    # Ignored: all tools are in the prompt.
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class BareTool(BaseModel):
+    """A tool without a schema. Its other fields have no effect here and may be anything."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
+
+    type: str
+    name: str | None = None
+    strict: bool | None = None
+
+    def refusal(self, owner: str) -> ApiError:
+        """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""
+        message = f"tools[0].type: {self.type[:60]} runs on {owner}'s servers; give tools that the client runs"
+        return ApiError(400, message, "tools[0].type")
 
 
 class Turns:

@@ -11,19 +11,17 @@ from pydantic_core import from_json
 
 from ..chat import ToolCall
 from ..chat.history import PARAGRAPH, with_whole_pairs
-from .conversation import ChatExtensions, Names, Turns, translated
+from .conversation import BareTool, ChatExtensions, Names, OwnTool, Turns, translated
 from .errors import ApiError
 from .limits import Limits
 from .schema import (
     BY_TYPE,
-    BareTool,
     Body,
     ChatRequest,
     EventFormat,
     Many,
     Media,
     OpenAIRequest,
-    OwnTool,
     refuse_last_media,
     without_data,
 )

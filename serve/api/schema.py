@@ -326,32 +326,6 @@ class Tool(Body):
     cache_control: Any = None
 
 
-class OwnTool(Body):
-    """The fields of a tool that the client runs, in the Messages and Responses APIs."""
-
-    name: ToolName
-    description: str | None = None
-    strict: bool | None = None
-    # Ignored: all tools are in the prompt.
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-
-
-class BareTool(BaseModel):
-    """A tool without a schema. Its other fields have no effect here and may be anything."""
-
-    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
-
-    type: str
-    name: str | None = None
-    strict: bool | None = None
-
-    def refusal(self, owner: str) -> ApiError:
-        """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""
-        message = f"tools[0].type: {self.type[:60]} runs on {owner}'s servers; give tools that the client runs"
-        return ApiError(400, message, "tools[0].type")
-
-
 class FunctionName(Body):
     name: str
 
