@@ -18,7 +18,6 @@ examples:
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
   eagle-bench --target Qwen3-4B-4bit --prompts spec_bench.jsonl --limit 80      τ and tokens/s by category
-  eagle-bench --race 'def median(values):'              one prompt by each mode, side by side
   eagle-bench --head random --modes plain eagle --policy throughput     the cost of a useless head
 
 All modes decode the same prompts in turns. Figures are medians over the repeats. mlx-lm and mlx-lm-draft decode one
@@ -28,8 +27,7 @@ above temperature 0 and with --exact, with the plain engine's text for the same 
 All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it. mlx-lm-stock decodes a second copy in the folder's
 own type. If the types differ, near-ties may resolve differently; this does not change the exit status.
 
---race runs one mode at a time; at a terminal, a replay then shows all of them, and Ctrl-C skips it. hybrid is what
-eagle-generate and eagle-serve do by default: the head and n-grams, whichever is faster."""
+hybrid is what eagle-generate and eagle-serve do by default: the head and n-grams, whichever is faster."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 import eagle_mlx as em
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import limit_of
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, between, find, flag, setting
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, between, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import LEAST_DISTINCT
 
@@ -112,19 +112,14 @@ class BenchOptions(Group):
         "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both",
         speculation.NODES,
     )
-    policy: tuple[speculation.PolicyName, ...] | None = setting(
-        None,
-        "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens (default: fixed; "
-        "throughput with --race)",
+    policy: tuple[speculation.PolicyName, ...] = setting(
+        ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
     )
     temperature: tuple[float, ...] = setting(
         (BenchConfig.temperature,), "sampling temperature; 0 is greedy", limit_of("temperature"), metavar="T"
     )
     prompts: Path | None = setting(
         None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out Python functions)"
-    )
-    race: str | None = setting(
-        None, "show one prompt's decoding by each mode side by side; modes run one at a time", metavar="PROMPT"
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(
@@ -141,16 +136,3 @@ class BenchOptions(Group):
     measuring: BenchConfig = field(default_factory=BenchConfig)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
-
-    def _check(self) -> None:
-        if self.race is None:
-            return
-        if not self.race.strip():
-            raise PromptError("the prompt of --race is empty; give some text")
-        for name in ("batch", "prompts", "limit", "json", "plot", "repeats", "turn"):
-            if self.value(name) != find(BenchOptions, name).default:
-                raise ConfigError(f"--race decodes one prompt once and only prints; leave out {flag(name)}")
-
-    @property
-    def policies(self) -> tuple[speculation.PolicyName, ...]:
-        return self.policy or ("fixed" if self.race is None else "throughput",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,12 @@ from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quan
 from eagle_mlx.machine import describe
 
 from ..head_choice import load_head, usable_heads
-from ..prompts import Question, read_questions, with_filler
+from ..prompts import read_questions, with_filler
 from ..speculation import AUTO, DEFAULT_TOKENS, NO_HEAD
 from . import report
 from .measure import measure, tolerance_for, type_name
 from .modes import BenchModels, StockModel, build_modes, missing
 from .options import BASELINES, DEFAULT_MODES, NEEDS, RANDOM, STOCK, USE_HEAD, BenchOptions, ModeName
-from .race import race
 from .report import BenchRun
 
 
@@ -45,22 +43,22 @@ def bench(options: BenchOptions, command: str) -> int:
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
     loading.wire_active()
-    questions = _questions(options, target)
+    questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
+    if options.filler is not None:
+        questions = with_filler(questions, target, options.filler)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
-    prior, window = options.prior or options.race is not None, (options.draft_window, options.draft_sink)
-    models = BenchModels(target, head, draft, options.memory, prior, stock, window)
-    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policies),)
-    if options.race is not None:
-        return _race(options, models, modes, depth, questions[0])
+    window = options.draft_window, options.draft_sink
+    models = BenchModels(target, head, draft, options.memory, options.prior, stock, window)
+    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs = list[BenchRun]()
     for temperature in options.temperature:
         say("preparing the modes")
-        built = build_modes(models, modes, options.batch, depth, options.policies, options.nodes)
+        built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
         config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)
     own = options.measuring.tolerance
@@ -91,28 +89,6 @@ def bench(options: BenchOptions, command: str) -> int:
     return 1 if any(run.identical is False and run.dtype == dtype for run in runs) else 0
 
 
-def _race(
-    options: BenchOptions, models: BenchModels, modes: Sequence[ModeName], depth: Sequence[int], question: Question
-) -> int:
-    is_same = True
-    for temperature in options.temperature:
-        config = replace(options.measuring, temperature=temperature)
-        prompt = question.encode(models.target, max_tokens=config.max_tokens)
-        built = build_modes(models, modes, (1,), depth, options.policies, options.nodes)
-        config.check([mode.name for mode in built])
-        is_same &= race(models.target, built, prompt, config.params(1, config.max_tokens)[0], not options.quiet)
-    return 0 if is_same else 1
-
-
-def _questions(options: BenchOptions, target: Target) -> list[Question]:
-    if options.race is None:
-        questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
-    else:
-        has_template = target.tokenizer is not None and target.tokenizer.has_chat_template
-        questions = [Question([{"role": "user", "content": options.race}] if has_template else options.race)]
-    return questions if options.filler is None else with_filler(questions, target, options.filler)
-
-
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
     if name is None:
         if bits is not None:
@@ -136,7 +112,7 @@ def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     if options.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
-        left_out = [*lacking, *(by_mlx_lm if is_sharded or options.race is not None else ())]
+        left_out = [*lacking, *(by_mlx_lm if is_sharded else ())]
         modes = [name for name in modes if name not in left_out]
     elif lacking:
         raise missing(lacking[0])
