@@ -56,9 +56,9 @@ class TextComparison:
     different: int = 0
 
 
-def tolerance_for(model: Target | Mode) -> float:
-    """Return how close two logits must be for rounding in the model's type to decide between them."""
-    return TOLERANCES.get(model.dtype, 1e-3)
+def tolerance_for(target: Target) -> float:
+    """Return how close two logits must be for rounding in the target's type to decide between them."""
+    return TOLERANCES.get(target.dtype, 1e-3)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -259,7 +259,6 @@ class _Measurement:
 
     def _figures(self, result: _Results, kept: Sequence[Place]) -> BenchRun:
         mode, outputs, identity = result.mode, result.outputs(kept), self._identity(result)
-        reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
         mlx_lm, plain = by_mode.get(("mlx-lm", 1)), by_mode.get(("plain", mode.batch))
         tokens = sum(len(output.tokens) for output in outputs)
@@ -290,9 +289,7 @@ class _Measurement:
             tokens=tokens,
             seconds=float(np.median(whole)),
             by_category=self._by_category(result, mlx_lm, plain, kept),
-            model=mode.model,
-            dtype=type_name(mode.dtype),
-            reference=f"{reference.name}, {reference.model} in {type_name(reference.dtype)}",
+            reference=self.reference.mode.name,
             prompt_tokens_per_second=prompt_tokens / max(float(np.median(first)), 1e-9),
             acceptance_rate=sum(output.accepted for output in outputs) / drafted if drafted else None,
             peak_bytes=result.peak,
@@ -324,18 +321,12 @@ class _Measurement:
         if name == "mlx-lm-batch" or (config.temperature > 0 and draws_differ):
             return None
         same = [place for place, prompt in sorted(result.prompts.items()) if self.reference.prompts[place] == prompt]
-        tolerance = max(tolerance_for(self.target), tolerance_for(result.mode))
         identity = compare(
             self.target,
             [result.prompts[place] for place in same],
             [output.tokens for output in self.reference.outputs(same)],
             [output.tokens for output in result.outputs(same)],
             [self.params[place] for place in same],
-            tolerance if config.tolerance is None else config.tolerance,
+            tolerance_for(self.target) if config.tolerance is None else config.tolerance,
         )
         return replace(identity, excused=identity.excused + len(result.prompts) - len(same))
-
-
-def type_name(dtype: mx.Dtype) -> str:
-    """Return a type as NumPy names it, such as `bfloat16`."""
-    return str(dtype).rpartition(".")[2]

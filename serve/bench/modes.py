@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 
-from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramProposer, Output, SamplingParams, hub
+from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramProposer, Output, SamplingParams
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hooks import without_hooks
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.target import Target, arrays_of, nbytes_of
+from eagle_mlx.target import Target, nbytes_of
 
 from ..speculation import MemoryOptions, PolicyName, Speculation
-from .options import NEEDS, STOCK, USE_HEAD, ModeName
+from .options import NEEDS, USE_HEAD, ModeName
 
 Decoding = Generator[int, None, list[Output]]
 """Yields the number of new tokens after every step; returns the output of each prompt."""
@@ -32,9 +30,6 @@ class Mode(ABC):
     """A way of decoding."""
 
     name: ModeName
-    model: str
-    """The model that decodes, and the library that loaded it if that is not EAGLE-MLX."""
-    dtype: mx.Dtype
     batch = 1
     depth = 0
     nodes = 0
@@ -111,31 +106,16 @@ def take_turns(
     return timed
 
 
-class StockModel:
-    """A second copy of the target as `mlx_lm.load` loads it: in its folder's own type and without hooks."""
-
-    def __init__(self, name: str | Path, adapter_path: str | None = None, trust_remote_code: bool = False):
-        folder = hub.resolve(name, code=trust_remote_code)
-        settings = {"trust_remote_code": trust_remote_code}
-        loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
-        self.model, self.tokenizer = loaded[0], loaded[1]
-        self.name = f"{name} by mlx_lm.load"
-        dtypes = [x.dtype for x in arrays_of(self.model.parameters()).values()]
-        floating = Counter(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
-        self.dtype = floating.most_common(1)[0][0]
-
-
 class MlxLmMode(Mode):
     """`mlx_lm.stream_generate`, one prompt after another, with a copy of the model that has no hooks.
 
     The copy shares the weights. Raises ConfigError for a model without a tokenizer.
     """
 
-    def __init__(self, name: ModeName, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
+    def __init__(self, name: ModeName, target: Target, draft: Target | None = None, depth: int = 0):
         if target.tokenizer is None:
             raise ConfigError(f"mode {name} needs a target with a tokenizer")
-        self.name, self.model = name, target.name
-        self.dtype, self.depth = target.dtype, depth
+        self.name, self.depth = name, depth
         self.weights = nbytes_of(target.model) + (nbytes_of(draft.model) if draft else 0)
         self._model, self._tokenizer = without_hooks(target.model), target.tokenizer
         self._stream = mx.new_stream(mx.default_device())
@@ -212,7 +192,6 @@ class BenchModels:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     prior: bool = False
     """Whether policies begin with the target's cost curve."""
-    stock: StockModel | None = None
     window: tuple[int | None, int | None] = (None, None)
     """The head's draft window and sink; None for those of its training."""
 
@@ -248,7 +227,6 @@ class EngineMode(Mode):
         self.name, self.policy = name, policy
         self.batch, self.depth = batch, depth
         self.nodes = nodes
-        self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
@@ -306,10 +284,6 @@ def build_modes(
         if models.draft is None:
             raise missing("mlx-lm-draft")
         modes += [MlxLmMode("mlx-lm-draft", target, models.draft, depth) for depth in depths]
-    if STOCK in names:
-        if models.stock is None:
-            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it; set `stock` of BenchModels")
-        modes.append(MlxLmMode(STOCK, models.stock))
     for batch in batches:
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))

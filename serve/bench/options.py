@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Literal
 
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
@@ -17,13 +17,8 @@ from eagle_mlx.text import LEAST_DISTINCT
 from .. import speculation
 from ..speculation import MemoryOptions
 
-ModeName = Literal[
-    "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
-]
-STOCK: Final = "mlx-lm-stock"
-BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
-DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in get_args(ModeName) if name != STOCK)
-"""Modes that need no second copy of the target in memory."""
+ModeName = Literal["mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "plain", "ngram", "draft", "eagle", "hybrid"]
+BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft")
 NEEDS: dict[ModeName, tuple[str, ...]] = {
     "eagle": ("--head",),
     "hybrid": ("--head", "--draft-model"),
@@ -97,9 +92,7 @@ class BenchOptions(Group):
     draft_model: str | None = setting(
         None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL", also=("draft_model_path",)
     )
-    modes: tuple[ModeName, ...] | None = setting(
-        None, f"ways to decode (default: all for which you give a model, except {STOCK})"
-    )
+    modes: tuple[ModeName, ...] | None = setting(None, "ways to decode (default: all for which you give a model)")
     batch: tuple[int, ...] = setting((1,), "rows that decode together", AT_LEAST_1)
     depth: tuple[int, ...] | None = setting(
         None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.files import write_output
+from eagle_mlx.files import name_of, write_output
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,8 @@ class BenchRun:
     seconds: float
     """Seconds of one repeat."""
     by_category: tuple[Category, ...] = ()
-    model: str = ""
-    """The model that decoded, and the library that loaded it if that is not EAGLE-MLX."""
-    dtype: str = ""
     reference: str = ""
-    """The reference of the comparison: mode, model and type."""
+    """The mode whose texts are the reference."""
     prompt_tokens_per_second: float = 0.0
     """Prompt tokens over the time to the first new token."""
     acceptance_rate: float | None = None
@@ -71,11 +68,11 @@ class BenchRun:
     """The most memory that MLX used while this mode decoded, without models and caches of other modes."""
 
 
-_SETTINGS = ("batch", "depth", "policy", "temp", "type")
+_SETTINGS = ("batch", "depth", "policy", "temp")
 _SPEEDS = ("tokens/s", "decode", "prompt", "x mlx-lm", "x batched", "x plain", "tau", "identical")
 _DRAFTS = ("accepted", "by position", "peak MB")
 _BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "x plain", "tau")
-_TEXTS = ("category", "mode", "policy", "type", "by position", "identical")
+_TEXTS = ("category", "mode", "policy", "by position", "identical")
 """Columns that are aligned on the left."""
 Cells = dict[str, str]
 
@@ -100,7 +97,7 @@ def by_category(runs: Sequence[BenchRun]) -> str:
 
 def _which(run: BenchRun) -> Cells:
     size = f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth or "-")
-    values = (str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}", run.dtype or "-")
+    values = (str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}")
     return {"mode": run.mode, **dict(zip(_SETTINGS, values, strict=True))}
 
 
@@ -119,6 +116,7 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
     """Describe what the table covers."""
     taken = {run.temperature: run for run in runs}
     excused = sum(run.excused or 0 for run in runs)
+    compared = dict.fromkeys(run.reference for run in runs if run.reference)
     lines = [
         f"temperature {temperature:g}: {run.prompts} prompts of up to {max_tokens} new tokens; "
         f"{run.left_out_looping} more left out because their continuations loop."
@@ -131,7 +129,7 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
         "batch size, and to the engine without drafts at this batch size.",
         "tau: tokens per target forward, including the bonus token; accepted: the share of draft tokens.",
         "peak MB: the most memory that MLX used while the mode decoded, for the models and caches of that mode.",
-        *_models(runs),
+        *(f"identical: every token equals that of {name}." for name in compared),
     ]
     if excused:
         lines.append(
@@ -139,15 +137,6 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
             "decides. They count as identical."
         )
     return "\n".join(lines)
-
-
-def _models(runs: Sequence[BenchRun]) -> list[str]:
-    lines = []
-    for model in dict.fromkeys(f"{run.model} in {run.dtype}" for run in runs if run.model):
-        modes = dict.fromkeys(run.mode for run in runs if f"{run.model} in {run.dtype}" == model)
-        lines.append(f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}.")
-    compared = dict.fromkeys(run.reference for run in runs if run.reference)
-    return [*lines, *(f"identical: every token equals that of {reference}." for reference in compared)]
 
 
 def write_json(content: object, path: Path) -> None:
@@ -193,7 +182,7 @@ def _aligned(rows: Sequence[Cells], names: Sequence[str], figures: Sequence[str]
     return "\n".join([line({name: name for name in names}), rule, *map(line, rows)])
 
 
-def plot(runs: Sequence[BenchRun], path: Path) -> None:
+def plot(runs: Sequence[BenchRun], target: str, path: Path) -> None:
     """Draw bars of tokens per second, with τ. Raises OutputError."""
     from matplotlib.figure import Figure  # not at the top, because it needs an extra
 
@@ -205,8 +194,7 @@ def plot(runs: Sequence[BenchRun], path: Path) -> None:
     cells = [[(name, _which(run)[name]) for name in names] for run in runs]
     ticks = [[value if name == "mode" else f"{name} {value}" for name, value in row if value != "-"] for row in cells]
     axes.set_xticks(range(len(runs)), ["\n".join(tick) for tick in ticks])
-    model = runs[0].model.rpartition("/")[2] or "the model"
-    axes.set_title(f"Decoding with {model}, {runs[0].prompts} prompts\n{shared}", fontsize=10)
+    axes.set_title(f"Decoding with {name_of(target)}, {runs[0].prompts} prompts\n{shared}", fontsize=10)
     labels = [f"{run.tokens_per_second:.0f}\n\u03c4 {run.acceptance_length:.2f}" for run in runs]
     axes.bar_label(bars, labels, padding=2, fontsize=9)
     axes.set_ylabel("tokens per second")

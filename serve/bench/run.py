@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from eagle_mlx import Target, __version__, blas, hub, load_target
 from eagle_mlx.catalog import embedded
@@ -21,9 +22,9 @@ from ..head_choice import load_head, usable_heads
 from ..prompts import read_questions, with_filler
 from ..speculation import AUTO, DEFAULT_TOKENS, NO_HEAD
 from . import report
-from .measure import measure, tolerance_for, type_name
-from .modes import BenchModels, StockModel, build_modes, missing
-from .options import BASELINES, DEFAULT_MODES, NEEDS, RANDOM, STOCK, USE_HEAD, BenchOptions, ModeName
+from .measure import measure, tolerance_for
+from .modes import BenchModels, build_modes, missing
+from .options import BASELINES, NEEDS, RANDOM, USE_HEAD, BenchOptions, ModeName
 from .report import BenchRun
 
 
@@ -46,14 +47,13 @@ def bench(options: BenchOptions, command: str) -> int:
     questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
     if options.filler is not None:
         questions = with_filler(questions, target, options.filler)
-    machine = describe()
+    machine, dtype = describe(), str(target.dtype).rpartition(".")[2]
     which = "none" if head is None else f"{head_name}, {described(head)}"
-    print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
+    print(f"machine: {machine}\ntarget: {target.name} in {dtype}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
-    stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     window = options.draft_window, options.draft_sink
-    models = BenchModels(target, head, draft, options.memory, options.prior, stock, window)
+    models = BenchModels(target, head, draft, options.memory, options.prior, window)
     depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs = list[BenchRun]()
     for temperature in options.temperature:
@@ -68,6 +68,7 @@ def bench(options: BenchOptions, command: str) -> int:
     if options.json is not None:
         figures = {
             "target": target.name,
+            "dtype": dtype,
             "head": None if head_name is None else str(head_name),
             "machine": asdict(machine),
             "command": command,
@@ -84,9 +85,8 @@ def bench(options: BenchOptions, command: str) -> int:
         }
         report.write_json(figures, options.json)
     if options.plot is not None:
-        report.plot(runs, options.plot)
-    dtype = type_name(target.dtype)
-    return 1 if any(run.identical is False and run.dtype == dtype for run in runs) else 0
+        report.plot(runs, target.name, options.plot)
+    return 1 if any(run.identical is False for run in runs) else 0
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
@@ -104,7 +104,7 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     """Return the modes to run, and the head that they need or None."""
     head = _head_name(options)
-    modes = list(options.modes or DEFAULT_MODES)
+    modes = list(options.modes or get_args(ModeName))
     by_mlx_lm = [name for name in modes if name in BASELINES]
     given = {"--head": head, "--draft-model": options.draft_model}
     lacking = [name for name in modes if name in NEEDS and not any(given[flag] for flag in NEEDS[name])]
