@@ -26,7 +26,7 @@ from .worker import RequestEvent
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses=documented(None, *ERRORS, **EVENTS))
+@router.post("/v1/chat/completions", responses=documented(*ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """Return the next message of a conversation, or several to choose from."""
     received, service = await receive_choices(request, ChatRequest)

@@ -25,7 +25,7 @@ from .worker import RequestEvent
 router = APIRouter()
 
 
-@router.post("/v1/completions", responses=documented(None, *ERRORS, **EVENTS))
+@router.post("/v1/completions", responses=documented(*ERRORS, **EVENTS))
 async def completions(request: Request) -> Response:
     """Return text that continues a prompt, or each of several."""
     received, service = await receive_choices(request, CompletionRequest)

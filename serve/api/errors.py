@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
@@ -47,31 +47,13 @@ class Shape(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class MessagesErrorBody(Shape):
-    type: str
-    message: str
+def documented(*errors: int, answer: type[Shape] | None = None, **more: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a route's `responses`: its answer, and the statuses of errors.
 
-
-class ErrorBody(MessagesErrorBody):
-    param: str | None
-    code: str | None
-
-
-class Error(Shape):
-    error: ErrorBody
-
-
-class MessagesError(Shape):
-    type: Literal["error"]
-    error: MessagesErrorBody
-
-
-def documented(
-    answer: type[Shape] | None, *errors: int, error: type[Shape] = Error, **more: Any
-) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`: its errors, and its answer unless that is as in OpenAI's or Anthropic's API."""
+    Answers without a shape, and the bodies of errors, are those of OpenAI's or Anthropic's API.
+    """
     shape = {} if answer is None else {"model": answer}
-    return {200: shape | more, **{status: {"model": error} for status in errors}}
+    return {200: shape | more, **{status: {"description": HTTPStatus(status).phrase} for status in errors}}
 
 
 class ApiError(Exception):

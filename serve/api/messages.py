@@ -29,7 +29,7 @@ from .conversation import (
     translated,
 )
 from .encoding import Encoder
-from .errors import ERRORS, EVENTS, ApiError, MessagesError, documented
+from .errors import ERRORS, EVENTS, ApiError, documented
 from .limits import Limits
 from .metrics import stats
 from .model import Loaded
@@ -352,7 +352,7 @@ class MessageAnswer(PartsAnswer):
         return {"stop_reason": stop_reason, "stop_sequence": output.stop if stop_reason == "stop_sequence" else None}
 
 
-@router.post("/v1/messages", responses=documented(None, *ERRORS, error=MessagesError, **EVENTS))
+@router.post("/v1/messages", responses=documented(*ERRORS, **EVENTS))
 async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
     received = await receive(request, MessagesRequest)
@@ -362,7 +362,7 @@ async def messages(request: Request) -> Response:
     return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 
 
-@router.post("/v1/messages/count_tokens", responses=documented(None, *ERRORS, error=MessagesError))
+@router.post("/v1/messages/count_tokens", responses=documented(*ERRORS))
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     received = await receive(request, CountTokensRequest)

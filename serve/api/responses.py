@@ -235,7 +235,7 @@ def memory_of(request: Request) -> ResponseMemory:
     return memories.setdefault(key_of(request) or "", ResponseMemory(limits.responses, limits.response_bytes))
 
 
-@router.post("/v1/responses", responses=documented(None, *ERRORS, **EVENTS))
+@router.post("/v1/responses", responses=documented(*ERRORS, **EVENTS))
 async def responses(request: Request) -> Response:
     """Return the next turn of a conversation, for clients of OpenAI's newer API."""
     memory = memory_of(request)
@@ -265,7 +265,7 @@ async def responses(request: Request) -> Response:
     return await respond(received, service, await received.in_turn(pending))
 
 
-@router.get("/v1/responses/{id}", responses=documented(None, 400, 401, 404))
+@router.get("/v1/responses/{id}", responses=documented(400, 401, 404))
 async def response(request: Request, id: str) -> Response:
     """Return a stored response."""
     if request.query_params.get("stream") == "true":
@@ -273,7 +273,7 @@ async def response(request: Request, id: str) -> Response:
     return Response(memory_of(request).get(id).json, media_type="application/json")
 
 
-@router.delete("/v1/responses/{id}", responses=documented(None, 401, 404))
+@router.delete("/v1/responses/{id}", responses=documented(401, 404))
 async def delete_response(request: Request, id: str) -> Response:
     """Delete a stored response."""
     memory_of(request).delete(id)

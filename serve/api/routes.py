@@ -73,7 +73,7 @@ class Version(Shape):
     version: str
 
 
-@router.get("/health", responses={**documented(Health), 503: {"model": Health}})
+@router.get("/health", responses={**documented(answer=Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it."""
     models = models_of(request)
@@ -83,13 +83,13 @@ async def health(request: Request) -> Response:
     return json_response(health, 200 if health.status == "ready" else 503)
 
 
-@router.get("/version", responses=documented(Version, 401))
+@router.get("/version", responses=documented(401, answer=Version))
 async def version() -> Response:
     """Return the server's version."""
     return json_response(Version(version=metadata.version("eagle-mlx")))
 
 
-@router.get("/v1/models", responses=documented(None, 401))
+@router.get("/v1/models", responses=documented(401))
 async def models(request: Request) -> Response:
     """Return the models of this server, loaded or not."""
     services = models_of(request).services
@@ -99,7 +99,7 @@ async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": list(map(described, services.values()))})
 
 
-@router.get("/v1/models/{model:path}", responses=documented(None, 401, 404))
+@router.get("/v1/models/{model:path}", responses=documented(401, 404))
 async def model(request: Request, model: str) -> Response:
     """Return a model by its name."""
     service = models_of(request).known(model)
@@ -140,7 +140,7 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/spec_decode/metrics", responses=documented(SpeculationSummary, 400, 401, 404, 409, 503))
+@router.get("/v1/spec_decode/metrics", responses=documented(400, 401, 404, 409, 503, answer=SpeculationSummary))
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
     """Return the speculation metrics of a model."""
     service = models_of(request).named(model)
@@ -180,7 +180,7 @@ async def page() -> HTMLResponse:
 _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 
 
-@router.post("/admin/load", responses=documented(None, *_ERRORS))
+@router.post("/admin/load", responses=documented(*_ERRORS))
 async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
     service, _ = await _admitted(request, AdminRequest)
@@ -188,7 +188,7 @@ async def load(request: Request) -> Response:
     return json_response(described(service))
 
 
-@router.post("/admin/unload", responses=documented(None, *_ERRORS, 409))
+@router.post("/admin/unload", responses=documented(*_ERRORS, 409))
 async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
     service, _ = await _admitted(request, AdminRequest)
@@ -196,7 +196,7 @@ async def unload(request: Request) -> Response:
     return json_response(described(service))
 
 
-@router.post("/admin/speculation", responses=documented(SpeculationSummary, *_ERRORS, 409))
+@router.post("/admin/speculation", responses=documented(*_ERRORS, 409, answer=SpeculationSummary))
 async def change_speculation(request: Request) -> Response:
     """Change what drafts by default, how much, and the policy, from the next round on. Text does not change."""
     service, body = await _admitted(request, SpeculationRequest)
@@ -239,7 +239,7 @@ class Text(Shape):
     prompt: str
 
 
-@router.post("/tokenize", responses=documented(Tokens, *ERRORS))
+@router.post("/tokenize", responses=documented(*ERRORS, answer=Tokens))
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation as the model reads it."""
     received = await receive(request, TokenizeRequest)
@@ -259,7 +259,7 @@ async def tokenize(request: Request) -> Response:
     return await respond_encoded(received, work)
 
 
-@router.post("/detokenize", responses=documented(Text, *ERRORS))
+@router.post("/detokenize", responses=documented(*ERRORS, answer=Text))
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     received = await receive(request, DetokenizeRequest)
