@@ -1,4 +1,4 @@
-"""Middleware in front of all routes: request forms, and checks of key, host and framing."""
+"""Middleware in front of all routes: checks of key, host and framing, and headers of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from ipaddress import ip_address
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +17,6 @@ from .errors import ApiError, speaks_messages
 log = logging.getLogger("eagle_mlx.serve")
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
-_ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
-"""A request target with scheme and host, meant for proxies; servers must accept it too (RFC 9112, 3.2.2)."""
 OPEN = frozenset({"/", "/health", "/metrics"})
 """Paths that need no key, because they reveal nothing about requests or answers."""
 
@@ -56,29 +53,58 @@ def _hashed(key: str) -> str:
     return blake2b(key.strip().encode(), digest_size=16).hexdigest()
 
 
-class HostGuard:
-    """Allows requests if `Host` is a loopback address, `localhost`, or an allowed name.
+class RequestGuard:
+    """Checks the host and the framing of each request, and adds an id and the ignored fields to its response.
 
-    A web page can point its own name at this machine (DNS rebinding). The browser then treats this server as the page's
-    own, and only the name in `Host` tells them apart.
+    The id is in the header of the client's API. HEAD is handled as GET, without the body. Requests with both a length
+    and a transfer coding are refused, because a proxy may read them as two (RFC 9112, 6.1).
     """
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]):
-        self.app, self._allowed = app, {name.lower() for name in allowed}
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
+        """hosts: names that `Host` may have besides `localhost` and loopback addresses; None for any.
+
+        A web page can point its own name at this machine (DNS rebinding). The browser then treats this server as the
+        page's own, and only the name in `Host` tells them apart.
+        """
+        self.app, self._hosts = app, None if hosts is None else {name.lower() for name in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is None or self._knows(host):  # browsers always send a host
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        said = f"the host {host[:100]!r} is not allowed; to allow it, start the server with --allowed-host"
-        refusal = ApiError(403, said, code="host_not_allowed")
-        await refusal.response(scope["path"], {})(scope, receive, send)
+        headers, is_head = Headers(scope=scope), scope["method"] == "HEAD"
+        request = {**scope, "method": "GET" if is_head else scope["method"]}
+        name = b"request-id" if speaks_messages(scope["path"], headers) else b"x-request-id"
+        id = (name, f"req_{secrets.token_hex(12)}".encode())
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [id]
+                if ignored := request.get("state", {}).get("ignored_fields"):
+                    more.append((b"x-ignored-fields", ignored.encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            elif message["type"] == "http.response.body" and is_head:
+                message = {**message, "body": b""}
+            await send(message)
+
+        refusal = self._refusal(headers)
+        respond = self.app if refusal is None else refusal.response(scope["path"], {})
+        await respond(request, receive, answer)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        host = headers.get("host")
+        if host is not None and not self._knows(host):  # browsers always send a host
+            message = f"the host {host[:100]!r} is not allowed; to allow it, start the server with --allowed-host"
+            return ApiError(403, message, code="host_not_allowed")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            return ApiError(400, message, headers={"Connection": "close"})
+        return None
 
     def _knows(self, host: str) -> bool:
-        found = _HOST.fullmatch(host)
-        name = found[1].strip("[]").lower().rstrip(".") if found else ""
-        return name == "localhost" or name in self._allowed or is_loopback(name)
+        match = _HOST.fullmatch(host)
+        name = match[1].strip("[]").lower().rstrip(".") if match else ""
+        return self._hosts is None or name == "localhost" or name in self._hosts or is_loopback(name)
 
 
 def is_loopback(address: str) -> bool:
@@ -86,51 +112,3 @@ def is_loopback(address: str) -> bool:
         return ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-class RequestForms:
-    """Normalizes requests for the other layers, and adds an id and the ignored fields to each response.
-
-    An absolute target becomes a path, and its host replaces `Host`. HEAD is handled as GET, without the body. The id is
-    in the header of the client's API. Requests with both a length and a transfer coding are refused, because a proxy
-    may read them as two (RFC 9112, 6.1).
-    """
-
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        is_head = scope["method"] == "HEAD"
-        asked = {**scope, **_relative(scope), "method": "GET" if is_head else scope["method"]}
-        headers = Headers(scope=asked)
-        name = b"request-id" if speaks_messages(asked["path"], headers) else b"x-request-id"
-        id = (name, f"req_{secrets.token_hex(12)}".encode())
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                more = [id]
-                if ignored := asked.get("state", {}).get("ignored_fields"):
-                    more.append((b"x-ignored-fields", ignored.encode()))
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
-            elif message["type"] == "http.response.body" and is_head:
-                message = {**message, "body": b""}
-            await send(message)
-
-        if "content-length" not in headers or "transfer-encoding" not in headers:
-            await self.app(asked, receive, answer)
-            return
-        said = "the request has both Content-Length and Transfer-Encoding; send one of them"
-        refusal = ApiError(400, said, headers={"Connection": "close"})
-        await refusal.response(asked["path"], {})(asked, receive, answer)
-
-
-def _relative(scope: Scope) -> dict[str, Any]:
-    """Return the scope fields that an absolute target changes; empty if the target is a path."""
-    found = _ABSOLUTE.fullmatch(scope["path"])
-    if found is None:
-        return {}
-    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-    return {"path": found[2] or "/", "headers": [(b"host", found[1].encode("latin-1", "replace")), *headers]}

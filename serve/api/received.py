@@ -111,7 +111,7 @@ async def receive(request: Request, kind: type[B]) -> Received[B]:
     body, ignored = await _in_turn(request, is_long, parse)
     if ignored:
         names = ", ".join(_UNUSUAL.sub("?", _short(name)) for name in ignored[:_MOST_NAMED])
-        request.state.ignored_fields = names  # for the header that `guard.RequestForms` adds
+        request.state.ignored_fields = names  # for the header that `guard.RequestGuard` adds
         log_once(f"{request.url.path}: ignored unknown fields: {names}; --strict-fields refuses them")
     return Received(request, body, is_long)
 

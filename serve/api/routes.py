@@ -171,7 +171,7 @@ HEADERS = {
 }
 
 
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/", include_in_schema=False)
 async def page() -> HTMLResponse:
     """Return the web page, which sends requests only to this server."""
     return HTMLResponse(PAGE, headers=HEADERS)

@@ -26,7 +26,7 @@ from eagle_mlx.errors import ConfigError
 
 from . import chat, completions, messages, metrics, responses, routes, schema
 from .errors import add_handlers
-from .guard import HostGuard, KeyGuard, RequestForms
+from .guard import KeyGuard, RequestGuard
 from .limits import Limits
 from .models import Models
 from .options import check_trusted
@@ -90,9 +90,7 @@ def create_app(models: Models) -> FastAPI:
     if settings.allow_origin:  # before the key check: browsers send preflight requests without a key
         origins, methods = settings.allow_origin, ["GET", "POST", "DELETE"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    if settings.hosts is not None:
-        app.add_middleware(HostGuard, allowed=settings.hosts)
-    app.add_middleware(RequestForms)  # outermost: the guards read the path and the host
+    app.add_middleware(RequestGuard, hosts=settings.hosts)
     add_schema(app)
     return app
 

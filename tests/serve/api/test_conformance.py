@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,22 +170,6 @@ def test_head_requests_work_on_all_readable_paths(server: Live) -> None:
         assert head.headers["content-type"] == asked.headers["content-type"]
     assert server.http.head("/v1/models/other").status_code == 404
     assert server.http.head(CHAT).status_code == 405
-
-
-def raw(server: Live, target: str, host: str) -> bytes:
-    address, port = server.base.removeprefix("http://").split(":")
-    with socket.create_connection((address, int(port)), timeout=10) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-def test_targets_in_absolute_form_are_served(server: Live) -> None:
-    for target in ("http://host/v1/models", "HTTP://host:80/v1/models?x=http://a/b", "https://h/v1/models/tiny"):
-        answer = raw(server, target, "other")
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        assert b'"object":"' in answer
-    assert b" 200 " in raw(server, "http://host", "x").split(b"\r\n")[0]  # without a path, it is the start page
-    assert raw(server, "ftp://host/v1/models", "x").startswith(b"HTTP/1.1 404")
 
 
 @pytest.mark.parametrize(
