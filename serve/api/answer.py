@@ -18,7 +18,7 @@ from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
 from .encoding import Encoder
-from .errors import ApiError, Shape
+from .errors import ApiError
 from .metrics import stats
 from .model import Loaded
 from .received import Received, client_of, models_of, unless_disconnected
@@ -31,9 +31,7 @@ dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", "
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return plain values or a shape as JSON."""
-    plain = body.plain() if isinstance(body, Shape) else body
-    return Response(dumps(plain), status, media_type="application/json")
+    return Response(dumps(body), status, media_type="application/json")
 
 
 def data_event(fields: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -38,22 +37,12 @@ EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
 """The response of a stream."""
 
 
-class Shape(BaseModel):
-    """A response body. Fields with a default are optional."""
+def documented(*errors: int, **answer: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a route's `responses`: what is said of its answer, and the statuses of errors.
 
-    model_config = ConfigDict(extra="forbid")
-
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True)
-
-
-def documented(*errors: int, answer: type[Shape] | None = None, **more: Any) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`: its answer, and the statuses of errors.
-
-    Answers without a shape, and the bodies of errors, are those of OpenAI's or Anthropic's API.
+    Bodies are those of OpenAI's and Anthropic's APIs, whose clients declare them.
     """
-    shape = {} if answer is None else {"model": answer}
-    return {200: shape | more, **{status: {"description": HTTPStatus(status).phrase} for status in errors}}
+    return {200: answer, **{status: {"description": HTTPStatus(status).phrase} for status in errors}}
 
 
 class ApiError(Exception):

@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request import Output
 from eagle_mlx.target import nbytes_of
 
-from .errors import Shape
 from .model import Loaded
 from .models import Models
 from .service import SECONDS, Call, Histogram, Service, Totals
@@ -152,7 +151,7 @@ def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any,
     return family
 
 
-class SpeculationSummary(Shape):
+class SpeculationSummary(BaseModel):
     """The answer of `/v1/spec_decode/metrics`. A step is a target forward of one request."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)

@@ -19,10 +19,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from ..speculation import Mode, PolicyName
 from .answer import json_response, respond_encoded
 from .encoding import Encoder
-from .errors import ERRORS, ApiError, Shape, documented
+from .errors import ERRORS, ApiError, documented
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
-from .models import ServerState
 from .received import models_of, receive, unless_disconnected
 from .schema import Body, ChatMessage, Id, Many
 from .service import Service
@@ -63,30 +62,23 @@ class DetokenizeRequest(Body):
 A = TypeVar("A", bound=AdminRequest)
 
 
-class Health(Shape):
-    status: ServerState
-    unloaded: tuple[str, ...] = ()
-    """With `--idle-unload-minutes`: the models that the next request loads again."""
-
-
-class Version(Shape):
-    version: str
-
-
-@router.get("/health", responses={**documented(answer=Health), 503: {"model": Health}})
+@router.get("/health", responses=documented(503))
 async def health(request: Request) -> Response:
-    """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it."""
+    """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it.
+
+    With `--idle-unload-minutes`, `unloaded` has the models that the next request loads again.
+    """
     models = models_of(request)
-    unloaded = tuple(service.name for service in models.services.values() if service.state == "unloaded")
-    more = {"unloaded": unloaded} if models.settings.idle_unload_minutes else {}
-    health = Health(status=models.state, **more)
-    return json_response(health, 200 if health.status == "ready" else 503)
+    health: dict[str, Any] = {"status": models.state}
+    if models.settings.idle_unload_minutes:
+        health["unloaded"] = [name for name, service in models.services.items() if service.state == "unloaded"]
+    return json_response(health, 200 if health["status"] == "ready" else 503)
 
 
-@router.get("/version", responses=documented(401, answer=Version))
+@router.get("/version", responses=documented(401))
 async def version() -> Response:
     """Return the server's version."""
-    return json_response(Version(version=metadata.version("eagle-mlx")))
+    return json_response({"version": metadata.version("eagle-mlx")})
 
 
 @router.get("/v1/models", responses=documented(401))
@@ -140,11 +132,11 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/spec_decode/metrics", responses=documented(400, 401, 404, 409, 503, answer=SpeculationSummary))
+@router.get("/v1/spec_decode/metrics", responses=documented(400, 401, 404, 409, 503, model=SpeculationSummary))
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
     """Return the speculation metrics of a model."""
     service = models_of(request).named(model)
-    return json_response(speculation_summary(service.totals, _loaded(service)))
+    return json_response(speculation_summary(service.totals, _loaded(service)).model_dump())
 
 
 def _loaded(service: Service) -> Loaded:
@@ -196,7 +188,7 @@ async def unload(request: Request) -> Response:
     return json_response(described(service))
 
 
-@router.post("/admin/speculation", responses=documented(*_ERRORS, 409, answer=SpeculationSummary))
+@router.post("/admin/speculation", responses=documented(*_ERRORS, 409, model=SpeculationSummary))
 async def change_speculation(request: Request) -> Response:
     """Change what drafts by default, how much, and the policy, from the next round on. Text does not change."""
     service, body = await _admitted(request, SpeculationRequest)
@@ -206,7 +198,7 @@ async def change_speculation(request: Request) -> Response:
     now = speculation_summary(service.totals, loaded)
     drafters = " and ".join(now.spec_decode_drafters) or "nothing"
     log.info("model %s: %s drafts, up to %d tokens, policy %s", service.name, drafters, now.current_k, now.spec_policy)
-    return json_response(now)
+    return json_response(now.model_dump())
 
 
 async def _admitted(request: Request, kind: type[A]) -> tuple[Service, A]:
@@ -228,18 +220,7 @@ async def embeddings() -> None:
     raise ApiError(501, f"this server has no embedding model; {remedy}", code="embeddings_not_supported")
 
 
-class Tokens(Shape):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Text(Shape):
-    prompt: str
-
-
-@router.post("/tokenize", responses=documented(*ERRORS, answer=Tokens))
+@router.post("/tokenize", responses=documented(*ERRORS))
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation as the model reads it."""
     received = await receive(request, TokenizeRequest)
@@ -247,27 +228,27 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
 
-    def work(loaded: Loaded, encode: Encoder) -> Tokens:
+    def work(loaded: Loaded, encode: Encoder) -> dict[str, Any]:
         if body.messages is not None:
             tokens = loaded.chat.chat([message.plain() for message in body.messages], check=encode.check).tokens(encode)
         else:
             tokens = encode(body.prompt or "", body.add_special_tokens is not False)
         texts = [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None
         context = loaded.target.context_length
-        return Tokens(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
+        return {"count": len(tokens), "max_model_len": context, "tokens": tokens, "token_strs": texts}
 
     return await respond_encoded(received, work)
 
 
-@router.post("/detokenize", responses=documented(*ERRORS, answer=Text))
+@router.post("/detokenize", responses=documented(*ERRORS))
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     received = await receive(request, DetokenizeRequest)
     body = received.body
 
-    def work(loaded: Loaded, _: Encoder) -> Text:
+    def work(loaded: Loaded, _: Encoder) -> dict[str, Any]:
         if max(body.tokens, default=0) >= loaded.target.vocab_size:
             raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-        return Text(prompt=loaded.tokenizer.decode(body.tokens))
+        return {"prompt": loaded.tokenizer.decode(body.tokens)}
 
     return await respond_encoded(received, work)
