@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from eagle_mlx.head_check import trial_prompts
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.sampling_params import LogitsProcessor, SamplingParams
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 Step = Callable[[], None]
@@ -35,11 +35,6 @@ _DRAFTED = 4
 _CHUNKS = 4
 WIDTHS = (2, 4, 8, 16)
 """Positions of the verifies whose bits are compared with those of single positions."""
-LONG = 1024
-"""Tokens before plain rounds, if they are read in time. A round that runs ahead may copy their keys and values."""
-ROUNDS = 48
-_SETTLING = 4
-"""First rounds, which are not counted."""
 CHANCES = (0.6, 0.8)
 """Shares of accepted draft tokens: a usual head, a good one."""
 
@@ -72,20 +67,6 @@ class SameBits:
     as_two: int
     other_argmax: int
     largest_difference: float
-
-
-@dataclass(frozen=True)
-class PlainRounds:
-    """Milliseconds of the engine's rounds without drafts, and their peak memory beyond the weights.
-
-    `alone`: without dispatching the next round before the last is read.
-    """
-
-    context: int
-    ms: float
-    alone_ms: float
-    gb: float
-    alone_gb: float
 
 
 @dataclass(frozen=True)
@@ -224,36 +205,6 @@ def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int
         logits.append(np.array(part.astype(mx.float32)))
         cache.advance(width)
     return np.concatenate(logits)
-
-
-def plain_rounds(target: Target, context: int, seconds: float) -> PlainRounds:
-    """Measure plain rounds after `context` tokens, and the memory that they need beyond the weights."""
-    with progress_bar(total=2 * ROUNDS, desc="plain rounds", unit="round") as bar:
-        ahead_ms, ahead_gb = _rounds(target, context, (), seconds / 2, bar)
-        # Nothing is dispatched ahead of a round whose logits the host changes.
-        alone_ms, alone_gb = _rounds(target, context, (lambda _, logits: logits,), seconds / 2, bar)
-    return PlainRounds(context, ahead_ms, alone_ms, ahead_gb, alone_gb)
-
-
-def _rounds(
-    target: Target, context: int, processors: tuple[LogitsProcessor, ...], seconds: float, bar: Any
-) -> tuple[float, float]:
-    """Return the median milliseconds of plain rounds, and their peak memory in GB without what was in use before."""
-    taken, before = list[float](), mx.get_active_memory()
-    engine = Engine(target, max_batch=1, prefill_chunk=CONTEXT)
-    engine.observer = lambda result: taken.append(result.seconds)
-    params = SamplingParams(max_tokens=ROUNDS + 1, ignore_eos=True, logits_processors=processors)
-    request = engine.prepare([5] * context, params)
-    engine.submit(request)
-    while not request.tokens:
-        engine.step()
-    mx.reset_peak_memory()
-    began = perf_counter()
-    while request.finish_reason is None and (len(taken) < 2 * _SETTLING or perf_counter() - began < seconds):
-        engine.step()
-        bar.update()
-    engine.cancel(request)
-    return 1e3 * median(taken[_SETTLING:]), max(0, mx.get_peak_memory() - before) / 1e9
 
 
 def best_chain(steps: Steps, chance: float) -> BestChain:

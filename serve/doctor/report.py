@@ -26,7 +26,7 @@ from eagle_mlx.proposers.draft_model import check_same_tokenizer
 from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
 
 from . import measure
-from .measure import BestChain, PlainRounds, SameBits, Steps
+from .measure import BestChain, SameBits, Steps
 from .options import PRINT, USUAL, DoctorOptions
 
 _SHARE = 0.5
@@ -75,7 +75,6 @@ class Findings:
     curve_at_load: Curve
     """Tokens and seconds of a forward, as commands measure them when they load a model."""
     same_bits: Sequence[SameBits]
-    plain_rounds: PlainRounds
     chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
 
@@ -105,9 +104,7 @@ def _measured(options: DoctorOptions) -> Findings:
     free = free_memory() / 1e9
     steps = measure.time_steps(target, head, seconds)
     prefill, curve = measure.prefill_rate(target, seconds), curve_of(measured_times(target))
-    # Both are shorter on a slow machine.
-    compared = 16 * max(1, min(4, int(seconds / (48e-3 * steps.verify_ms[1]))))
-    context = max(16, min(measure.LONG, target.context_length // 2, int(prefill * seconds / 4)))
+    compared = 16 * max(1, min(4, int(seconds / (48e-3 * steps.verify_ms[1]))))  # fewer on a slow machine
     return Findings(
         machine=describe(),
         free_gb=free,
@@ -117,7 +114,6 @@ def _measured(options: DoctorOptions) -> Findings:
         prefill=prefill,
         curve_at_load=curve,
         same_bits=measure.compare_bits(target, compared),
-        plain_rounds=measure.plain_rounds(target, context, seconds),
         chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
         draft_model=None if draft is None else _sizes(draft),
     )
@@ -151,7 +147,7 @@ def _random_target(options: DoctorOptions) -> Target:
 
 
 def as_text(findings: Findings) -> str:
-    model, steps, plain = findings.model, findings.steps, findings.plain_rounds
+    model, steps = findings.model, findings.steps
     single = steps.verify_ms[1]
     limits = f"{findings.machine.memory_gb:.1f} GB, {findings.free_gb:.1f} GB free after loading"
     if findings.wired_limit_mb is not None:
@@ -168,10 +164,6 @@ def as_text(findings: Findings) -> str:
         f"{same.as_two} those of a verify of 2, and {same.other_argmax} another most likely token"
         for same in findings.same_bits
     ]
-    lines.append(
-        f"plain round: {plain.ms:.2f} ms, {plain.alone_ms:.2f} without running ahead; memory beyond the weights "
-        f"{plain.gb:.3f} GB, {plain.alone_gb:.3f} without, after {plain.context} tokens"
-    )
     lines += [
         f"{chain.acceptance:.0%} accepted: best with {counted(chain.depth, 'token')}, {chain.speed:.2f} times plain"
         for chain in findings.chains

@@ -16,7 +16,7 @@ from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.doctor import measure
 from eagle_mlx.serve.doctor.cli import main
-from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, SameBits, Steps, best_chain
+from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, SameBits, Steps, best_chain
 from eagle_mlx.serve.doctor.report import Findings, MeasuredModel, advice, as_text
 from eagle_mlx.target import Forward, Target, load_target, nbytes_of
 from tests.architectures import tiny_model
@@ -35,20 +35,20 @@ def numbers(node: Any) -> list[float]:
 def test_each_size_has_a_finite_positive_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, few in (("REPEATS", 1), ("CONTEXT", 32), ("LONG", 32), ("ROUNDS", 8)):
+    for name, few in (("REPEATS", 1), ("CONTEXT", 32)):
         monkeypatch.setattr(measure, name, few)
     assert main(["--shape", "tiny", "--bits", "16", "--json"]) == 0
     out, bars = capsys.readouterr()
     figures = json.loads(out)
     assert [int(size) for size in figures["steps"]["verify_ms"]] == sorted(POSITIONS)
-    times = (*figures["steps"]["verify_ms"].values(), figures["steps"]["draft_ms"], figures["plain_rounds"]["ms"])
+    times = (*figures["steps"]["verify_ms"].values(), figures["steps"]["draft_ms"])
     assert all(positive > 0 for positive in (figures["prefill"], *times))
     assert all(map(math.isfinite, numbers(figures)))
     assert figures["model"]["bits"] is None
     assert [same["compared"] for same in figures["same_bits"]] == [64] * 4
     assert len(figures["chains"]) == 2
     assert figures["advice"]
-    for part in ("build tiny", "verify and draft", "prefill", "same bits", "plain rounds"):
+    for part in ("build tiny", "verify and draft", "prefill", "same bits"):
         assert f"{part}: 100%" in bars
 
 
@@ -102,8 +102,6 @@ def test_a_hybrid_model_is_measured() -> None:
     assert all(0 < ms < math.inf for ms in steps.verify_ms.values())
     assert measure.prefill_rate(target, 0.0) > 0
     assert [same.compared for same in measure.compare_bits(target, 16)] == [16] * 4
-    rounds = measure.plain_rounds(target, 16, 0.0)
-    assert rounds.ms > 0 < rounds.gb
 
 
 def test_the_same_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +132,10 @@ def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
     model = MeasuredModel("qwen3-8b", True, 4, "bfloat16", 4.6)
     machine = replace(describe(), device="Apple M3 Max", blas="accelerate")
     same = [SameBits(width, 64, 64, 64, 0, 0.0) for width in (2, 4, 8, 16)]
-    plain = PlainRounds(1024, 20.5, 21.5, 0.3, 0.2)
     curve_at_load = [(1, 0.02), (4, 0.03)]
     steps = steps_on(curve)
     chains = [best_chain(steps, chance) for chance in CHANCES]
-    result = Findings(machine, 40.0, 0, model, steps, 900.0, curve_at_load, same, plain, chains)
+    result = Findings(machine, 40.0, 0, model, steps, 900.0, curve_at_load, same, chains)
     return replace(result, **changes)
 
 
