@@ -21,24 +21,12 @@ from .errors import ApiError
 from .limits import Limits
 from .model import Loaded, check
 from .received import Received, validated
-from .schema import Body, ChatRequest, EventFormat, Extensions, ToolName
+from .schema import Body, ChatRequest, EventFormat, ToolName
 from .service import Call
 from .worker import RequestEvent
 
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
-
-
-class ChatExtensions(Extensions):
-    """Fields that this server adds to each API."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-    """Whether the answer continues the last message. By default it does if the API says so."""
-
-    def extensions(self) -> dict[str, Any]:
-        """Return the fields that were given, as Chat Completions names them."""
-        return self.model_dump(include=set(ChatExtensions.model_fields), exclude_none=True)
 
 
 class OwnTool(Body):

@@ -17,24 +17,14 @@ from ..chat import Delta
 from ..chat.history import PARAGRAPH
 from .answer import named_event, respond, respond_encoded
 from .chat import EncodedChat, render_chat
-from .conversation import (
-    BareTool,
-    ChatExtensions,
-    Names,
-    OwnTool,
-    PartsAnswer,
-    PendingParts,
-    Turns,
-    arguments_of,
-    translated,
-)
+from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, translated
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .limits import Limits
 from .metrics import stats
 from .model import Loaded
 from .received import models_of, receive
-from .schema import BY_TYPE, Body, ChatRequest, Many, Media, T, refuse_last_media, without_data
+from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, Media, T, refuse_last_media, without_data
 from .service import Call
 
 router = APIRouter()

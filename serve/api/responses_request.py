@@ -11,12 +11,13 @@ from pydantic_core import from_json
 
 from ..chat import ToolCall
 from ..chat.history import PARAGRAPH, with_whole_pairs
-from .conversation import BareTool, ChatExtensions, Names, OwnTool, Turns, translated
+from .conversation import BareTool, Names, OwnTool, Turns, translated
 from .errors import ApiError
 from .limits import Limits
 from .schema import (
     BY_TYPE,
     Body,
+    ChatExtensions,
     ChatRequest,
     EventFormat,
     Many,

@@ -128,6 +128,18 @@ class Extensions(Body):
         return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else inf
 
 
+class ChatExtensions(Extensions):
+    """Fields of chats in each API."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, of the assistant. By default it does if the API says so."""
+
+    def extensions(self) -> dict[str, Any]:
+        """Return the fields that were given, as Chat Completions names them."""
+        return self.model_dump(include=set(ChatExtensions.model_fields), exclude_none=True)
+
+
 class OpenAIRequest(Extensions):
     """Fields that OpenAI's three APIs share."""
 
@@ -349,7 +361,7 @@ class ReasoningLimit(Body):
     max_tokens: int | None = Field(None, ge=0)
 
 
-class ChatRequest(ChoicesRequest):
+class ChatRequest(ChatExtensions, ChoicesRequest):
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -358,9 +370,6 @@ class ChatRequest(ChoicesRequest):
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, BY_TYPE] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-    """Continue the last message, of the assistant, instead of beginning another."""
     add_generation_prompt: bool | None = None
     modalities: Many[Literal["text"]] | None = None
     # For templates that use them.
