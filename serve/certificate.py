@@ -25,7 +25,7 @@ from eagle_mlx.paired import Decoded, tau, tau_interval
 from eagle_mlx.progress import counted, progress_bar, show_step
 from eagle_mlx.target import fingerprint
 
-from .bench.measure import TextComparison, compare, tolerance_for
+from .bench.measure import TextComparison, compare
 from .bench.report import write_json
 from .comparison import files_of, load_prompts
 from .head_choice import load_head
@@ -216,7 +216,7 @@ def identity(target: Target, proposer: HeadProposer, recordings: Sequence[Record
     expected = [recording.text[recording.answer :] for recording in recordings]
     outputs = Engine(target, proposer=proposer, policy=FixedPolicy(depth)).generate(prompts, params)
     tokens = [output.tokens for output in outputs]
-    return compare(target, prompts, expected, tokens, params, tolerance_for(target))
+    return compare(target, prompts, expected, tokens, params)
 
 
 def show(name: str) -> int:

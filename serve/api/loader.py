@@ -18,7 +18,7 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.target_options import TargetOptions
 
-from ..bench.measure import compare, tolerance_for
+from ..bench.measure import compare
 from ..remembered import remember
 from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
@@ -99,7 +99,7 @@ def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     policy = FixedPolicy(loaded.most_drafts)
     engine = Engine(target, loaded.engine.proposer, policy=policy, max_batch=1, exact=exact)
     drafted = engine.generate([prompt], params)[0]
-    identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], tolerance_for(target))
+    identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params])
     tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
     if identity.different:
         say(f"check: FAILED: the text is {drafted.text!r} with speculation and {plain.text!r} without; {tau}")

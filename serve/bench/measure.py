@@ -72,7 +72,6 @@ def compare(
     reference: Sequence[Sequence[int]],
     tokens: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    tolerance: float,
 ) -> TextComparison:
     """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise."""
     identical = excused = 0
@@ -82,13 +81,11 @@ def compare(
             identical += 1
         elif at < min(len(expected), len(actual)):
             candidates = {expected[at], actual[at]}
-            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, own, tolerance)
+            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, own)
     return TextComparison(identical, excused, len(prompts) - identical - excused)
 
 
-def _is_near_tie(
-    target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, tolerance: float
-) -> bool:
+def _is_near_tie(target: Target, tokens: list[int], candidates: set[int], params: SamplingParams) -> bool:
     """Return whether both candidates' scores (logits + temperature x noise) are within the tolerance of the best."""
     scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
     if params.rule != "greedy":
@@ -96,7 +93,7 @@ def _is_near_tie(
         position = mx.array([[len(tokens)]], mx.int32)
         scores = scores + params.temperature * gumbel(batch, position, scores.shape[-1])
     by_token = np.array(scores[0, 0])
-    return all(by_token.max() - by_token[candidate] < tolerance for candidate in candidates)
+    return all(by_token.max() - by_token[candidate] < tolerance_for(target) for candidate in candidates)
 
 
 Place = tuple[int, int]
@@ -327,6 +324,5 @@ class _Measurement:
             [output.tokens for output in self.reference.outputs(same)],
             [output.tokens for output in result.outputs(same)],
             [self.params[place] for place in same],
-            tolerance_for(self.target) if config.tolerance is None else config.tolerance,
         )
         return replace(identity, excused=identity.excused + len(result.prompts) - len(same))

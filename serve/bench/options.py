@@ -58,12 +58,6 @@ class BenchConfig(Group):
         AT_LEAST_0,
         shown="",
     )
-    tolerance: float | None = setting(
-        None,
-        "difference of logits that counts as rounding; both tokens' logits must be this close to the best "
-        "(default: by the model's type)",
-        AT_LEAST_0,
-    )
 
     def check(self, modes: Sequence[ModeName]) -> None:
         """Raise ConfigError if a mode cannot follow these settings."""

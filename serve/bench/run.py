@@ -61,8 +61,7 @@ def bench(options: BenchOptions, command: str) -> int:
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
         config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)
-    own = options.measuring.tolerance
-    tolerance = tolerance_for(target) if own is None else own
+    tolerance = tolerance_for(target)
     footnote = report.footnote(runs, options.measuring.max_tokens, tolerance)
     print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{footnote}")
     if options.json is not None:
