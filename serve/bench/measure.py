@@ -139,7 +139,8 @@ def measure(
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
-    config.check([mode.name for mode in modes])
+    if config.ignore_eos and any(mode.name in BASELINES for mode in modes):
+        raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
     questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
     for question in questions:
         question.check(target, config.max_tokens)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import eagle_mlx as em
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, between, setting
 from eagle_mlx.target_options import TargetOptions
@@ -58,11 +56,6 @@ class BenchConfig(Group):
         AT_LEAST_0,
         shown="",
     )
-
-    def check(self, modes: Sequence[ModeName]) -> None:
-        """Raise ConfigError if a mode cannot follow these settings."""
-        if self.ignore_eos and not set(modes).isdisjoint(BASELINES):
-            raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
 
     def params(self, count: int, max_tokens: int) -> list[em.SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
