@@ -27,22 +27,6 @@ from eagle_mlx.target_options import TargetOptions
 
 from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation
 
-ANYBODY = "*"
-"""Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
-
-
-def check_trusted(given: str) -> tuple[str, ...]:
-    """Return the parts of `--forwarded-allow-ips`. Raises ConfigError unless each is an address, a network or `*`."""
-    parts = tuple(filter(None, map(str.strip, given.split(","))))
-    for part in parts:
-        try:
-            if part != ANYBODY:
-                ip_network(part)
-        except ValueError as e:
-            remedy = "give addresses or networks, separated by commas, or *"
-            raise ConfigError(f"--forwarded-allow-ips: {e}; {remedy}") from e
-    return (ANYBODY,) if ANYBODY in parts else parts
-
 
 @dataclass(frozen=True)
 class Limits(Group):
@@ -153,7 +137,13 @@ class Settings(Group):
             raise ConfigError(
                 "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
             )
-        check_trusted(self.forwarded_allow_ips)
+        for proxy in map(str.strip, self.forwarded_allow_ips.split(",")):
+            try:
+                if proxy not in ("", "*"):
+                    ip_network(proxy)
+            except ValueError as e:
+                remedy = "give addresses or networks, separated by commas, or *"
+                raise ConfigError(f"--forwarded-allow-ips: {e}; {remedy}") from e
         if self.exit_when_stuck and not self.stuck_seconds:
             raise ConfigError("--exit-when-stuck needs a limit; set --stuck-seconds above 0")
 

@@ -29,7 +29,6 @@ from .errors import add_handlers
 from .guard import KeyGuard, RequestGuard
 from .limits import Limits
 from .models import Models
-from .options import check_trusted
 from .responses_request import ResponsesRequest
 from .stored import ResponseMemory
 
@@ -249,8 +248,8 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=partial(Connection, self.connections),  # type: ignore[arg-type]  # called like a class
             ws="none",
-            proxy_headers=bool(proxies := check_trusted(app.state.models.settings.forwarded_allow_ips)),
-            forwarded_allow_ips=list(proxies),
+            proxy_headers=bool(proxies := app.state.models.settings.forwarded_allow_ips),
+            forwarded_allow_ips=proxies,
         )
         super().__init__(config)
         self.models: Models = app.state.models
