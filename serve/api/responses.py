@@ -23,7 +23,7 @@ from .received import client_of, key_of, models_of, receive
 from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
-from .stored import ResponseMemory, StoredResponse, stored_items
+from .stored import ResponseMemory, StoredResponse
 
 Keep = Callable[[dict[str, Any]], None]
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
@@ -253,7 +253,8 @@ async def responses(request: Request) -> Response:
         if len(earlier) + len(new) > limits.containers:
             message = f"the conversation has more than {limits.containers} items; begin a new one"
             raise ApiError(413, message, "input", "request_too_large")
-        kept = [*earlier, *stored_items(new)] if body.store is not False else ()
+        added = (dumps(item.model_dump(exclude_unset=True)).encode() for item in new)
+        kept = [*earlier, *added] if body.store is not False else ()
 
         def keep(response: dict[str, Any]) -> None:
             memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))

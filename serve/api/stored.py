@@ -9,17 +9,11 @@ from typing import Any
 
 from .answer import dumps
 from .errors import ApiError
-from .responses_request import Item
 
 _ITEM_BYTES = 60
 """Memory of a stored item besides its JSON, at most: an object, and its place in a list."""
 _RESPONSE_BYTES = 1000
 """Memory of a stored response besides its items and its JSON, at most."""
-
-
-def stored_items(items: Sequence[Item]) -> list[bytes]:
-    """Return the JSON of input items."""
-    return [dumps(item.model_dump(exclude_unset=True)).encode() for item in items]
 
 
 @dataclass(frozen=True)
