@@ -15,6 +15,5 @@ if TYPE_CHECKING:
     from .synthesis import steerable
     from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
     from .synthesis.loop import growing_engine
-    from .synthesis.tries import beginning
 
 __getattr__ = late_names(__name__, __file__)

@@ -47,7 +47,6 @@ from .synthesis import steerable
 from .synthesis.file import MakeLimits, Wanted, make_to_file
 from .synthesis.loop import growing_engine
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
-from .synthesis.tries import beginning
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = 40  # characters
@@ -79,13 +78,8 @@ def make(options: MakeOptions) -> None:
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:
-    """Tell what the target cannot be steered to. Raises TargetError if it cannot make up anything."""
-    tokenizer = tokenizer_of(target)
-    if not tokenizer.has_chat_template:
-        begin = tokenizer.decode(beginning(tokenizer, target.name))
-        print(f"without a chat template, the target writes texts from their beginning ({begin!r})", file=sys.stderr)
-        return
-    usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
+    """Tell what the target cannot be steered to. Raises TargetError if it cannot make up conversations."""
+    usable = {domain.name for domain in steerable(tokenizer_of(target), config.domains, target.name)}
     if left := ", ".join(domain.name for domain in config.domains if domain.name not in usable):
         print(f"the chat template accepts no system prompt, so these domains are left out: {left}", file=sys.stderr)
 

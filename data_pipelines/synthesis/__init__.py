@@ -126,6 +126,11 @@ def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: st
 
     If it refuses system prompts, a domain keeps only its openings, and a domain without openings is dropped.
     """
+    if not tokenizer.has_chat_template:
+        raise TargetError(
+            f"{name} has no chat template, so it cannot make up conversations; use data instead: text:FOLDER, texts or "
+            "conversations as FILE.jsonl, or a data set on the hub (docs/data.md)"
+        )
     usable: list[Domain] = []
     refused: TargetError | None = None
     for domain in domains:

@@ -1,13 +1,12 @@
 """Have a target make up conversations: it writes the user turns, as in Magpie (Xu et al. 2024, arXiv 2406.08464).
 
-It continues its own chat template at the place of a user turn. Without a chat template, it writes plain texts.
+It continues its own chat template at the place of a user turn.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
@@ -137,13 +136,12 @@ class MakeReport(Counts):
 
 
 class Try(Task):
-    """A try to make up something, as a task of `run_tasks`. It depends only on the seed and its number."""
+    """A try to make up a conversation, as a task of `run_tasks`. It depends only on the seed and its number."""
 
-    domain: str
-    answering = True
-    """Whether the text being generated is an answer."""
-
-    def __init__(self, engine: Engine, config: MakeConfig, number: int):
+    def __init__(
+        self, engine: Engine, config: MakeConfig, number: int, tokenizer: TokenizerWrapper, domains: tuple[Domain, ...]
+    ):
+        """Draw the settings from the try's number, and one of `domains`, which come from `steerable`."""
         self.engine = engine
         self.config = config
         self.number = number
@@ -152,86 +150,6 @@ class Try(Task):
         """Tokens with their hidden states, if the engine captures them."""
         self.ended = False
         self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
-
-    @abstractmethod
-    def prompt(self) -> tuple[list[int], SamplingParams]:
-        """Return the tokens before the next text, and its sampling parameters."""
-
-    @abstractmethod
-    def add(self, request: RequestState, output: Output, tokens: list[int]) -> bool:
-        """Add a text with its tokens, without the end of turn; return whether another text follows."""
-
-    @abstractmethod
-    def result(self) -> tuple[Conversation | None, int]:
-        """Return a pair: the conversation (None if the try failed), and a hash of its beginning to find duplicates."""
-
-    def fail(self, why: str) -> None:
-        """End the try; `why` is a field of `MakeReport`."""
-        self.report = self.report.plus({why: 1})
-
-    def submit(self) -> RequestState | None:
-        if self.ended:
-            return None
-        prompt, params = self.prompt()
-        if self._capture is not None and self.answering:
-            self._capture.want(prompt)
-        request = self.engine.prepare(prompt, params)
-        self.engine.submit(request)
-        return request
-
-    def take(self, request: RequestState) -> None:
-        output = self.engine.output(request)
-        if output.finish_reason == "error":
-            raise DataError(f"try {self.number}: the target could not write: {output.error}")
-        tokens = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
-        self.ended = not self.add(request, output, tokens)
-
-    def give_up(self, request: RequestState) -> bool:
-        if not loops_so_far(request.tokens):
-            return False
-        self._end(request, "answer_loops" if self.answering else "question_loops")
-        return True
-
-    def stop(self, request: RequestState) -> None:
-        self._end(request, "late")
-
-    def _end(self, request: RequestState, why: str) -> None:
-        if self._capture is not None and self.answering:
-            self._capture.forget(request.prompt)
-        self.fail(why)
-
-    def answered(self, request: RequestState, output: Output, tokens: list[int], mask: list[int]) -> bool:
-        """Count an answer and take its hidden states; return False if it is unusable. `mask` belongs to the prompt."""
-        example = None
-        if self._capture is not None:
-            states = self._capture.take(request.prompt, request.tokens)
-            if states is None:
-                raise DataError(f"try {self.number}: some hidden states of its answer were not captured")
-            mask = [*mask, *([1] * len(request.tokens))]
-            example = replace(Example.of([*request.prompt, *request.tokens], mask), states=states)
-        why = why_no_answer(output.text, tokens, self._special)
-        if why is not None:
-            self.fail(why)
-            return False
-        self.example = example
-        counts = {"answers": 1, "answer_tokens": len(output.tokens), "cut": int(output.finish_reason == "length")}
-        self.report = replace(self.report.plus(counts), tokens=output.prompt_tokens + len(output.tokens))
-        return True
-
-    @property
-    def _special(self) -> frozenset[int]:
-        assert self.engine.target.tokenizer is not None
-        return frozenset(self.engine.target.tokenizer.all_special_ids)
-
-
-class ConversationTry(Try):
-    """A conversation in which a target with a chat template writes both sides."""
-
-    def __init__(
-        self, engine: Engine, config: MakeConfig, number: int, tokenizer: TokenizerWrapper, domains: tuple[Domain, ...]
-    ):
-        """Draw the settings from the try's number, and one of `domains`, which come from `steerable`."""
-        super().__init__(engine, config, number)
         self._tokenizer = tokenizer
         domain = domains[_drawn([d.weight for d in domains], self._share("domain"))]
         self.domain, self._steering = domain.name, domain.system
@@ -257,13 +175,25 @@ class ConversationTry(Try):
         return choices[int(self._share(purpose) * len(choices))]
 
     @property
-    def answering(self) -> bool:  # type: ignore[override]
+    def answering(self) -> bool:
+        """Whether the text being generated is an answer."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
     def _under(self, system: str) -> tuple[Message, ...]:
         return (Message("system", system), *self.messages) if system else tuple(self.messages)
 
-    def prompt(self) -> tuple[list[int], SamplingParams]:
+    def submit(self) -> RequestState | None:
+        if self.ended:
+            return None
+        prompt, params = self._prompt()
+        if self._capture is not None and self.answering:
+            self._capture.want(prompt)
+        request = self.engine.prepare(prompt, params)
+        self.engine.submit(request)
+        return request
+
+    def _prompt(self) -> tuple[list[int], SamplingParams]:
+        """Return the tokens before the next text, and its sampling parameters."""
         seed = seed_of(self.config.seed, self.number, "answer" if self.answering else "user", self.kept // 2)
         if self.answering:
             prompt = prompt_tokens(self._tokenizer, Conversation(self._under(self.system)))
@@ -272,41 +202,78 @@ class ConversationTry(Try):
         params = replace(self.config.question(), seed=seed, stop_token_ids=place.stop_token_ids, stop=place.stop)
         return list(place.tokens), params
 
-    def add(self, request: RequestState, output: Output, tokens: list[int]) -> bool:
+    def take(self, request: RequestState) -> None:
+        output = self.engine.output(request)
+        if output.finish_reason == "error":
+            raise DataError(f"try {self.number}: the target could not write: {output.error}")
+        tokens = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
         follows = self._add_answer(request, output, tokens) if self.answering else self._add_question(output, tokens)
-        return follows and self._fits()
+        self.ended = not (follows and self._fits())
 
-    def fail(self, why: str) -> None:
-        """End the conversation before the failed turn; fail if it is the first."""
-        super().fail("shortened" if self.kept else why)
+    def give_up(self, request: RequestState) -> bool:
+        if not loops_so_far(request.tokens):
+            return False
+        self._end(request, "answer_loops" if self.answering else "question_loops")
+        return True
+
+    def stop(self, request: RequestState) -> None:
+        self._end(request, "late")
+
+    def _end(self, request: RequestState, why: str) -> None:
+        if self._capture is not None and self.answering:
+            self._capture.forget(request.prompt)
+        self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        """End the conversation before the failed turn; fail if it is the first. `why` is a field of `MakeReport`."""
+        self.report = self.report.plus({"shortened" if self.kept else why: 1})
 
     def result(self) -> tuple[Conversation | None, int]:
+        """Return a pair: the conversation (None if the try failed), and a hash of its beginning to find duplicates."""
         first = Conversation(tuple(self.messages[:1])).prompt_key() if self.messages else 0
         del self.messages[self.kept :]
         conversation = Conversation(self._under(self.system), origin=f"self:{self.number}")
         return conversation if self.kept else None, first
 
+    @property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
+
     def _add_question(self, output: Output, tokens: list[int]) -> bool:
+        """Add a user turn with its tokens, without the end of turn; return whether an answer follows."""
         text = (self._opening + output.text).strip()
         why = why_no_question(text, tokens, output.finish_reason == "stop", self._special)
         if why is None and not output.text.strip():  # only the opening
             why = "short"
         if why is not None:
-            self.fail(why)
+            self._fail(why)
             return False
         self.messages.append(Message("user", text))
         self._opening = ""
         return True
 
     def _add_answer(self, request: RequestState, output: Output, tokens: list[int]) -> bool:
-        mask = self._mask(request.prompt) if self._capture is not None else []
-        if not self.answered(request, output, tokens, mask):
+        """Add an answer, as `_add_question` does, and take its hidden states; return whether a question follows."""
+        example = None
+        if self._capture is not None:
+            states = self._capture.take(request.prompt, request.tokens)
+            if states is None:
+                raise DataError(f"try {self.number}: some hidden states of its answer were not captured")
+            mask = [*self._mask(request.prompt), *([1] * len(request.tokens))]
+            example = replace(Example.of([*request.prompt, *request.tokens], mask), states=states)
+        why = why_no_answer(output.text, tokens, self._special)
+        if why is not None:
+            self._fail(why)
             return False
+        self.example = example
+        counts = {"answers": 1, "answer_tokens": len(output.tokens), "cut": int(output.finish_reason == "length")}
+        self.report = replace(self.report.plus(counts), tokens=output.prompt_tokens + len(output.tokens))
         self.messages.append(Message("assistant", output.text))
         self.kept = len(self.messages)
         return output.finish_reason != "length" and self.kept // 2 < self.turns
 
     def _mask(self, prompt: list[int]) -> list[int]:
+        """Return the loss mask of an answer's prompt: 1 on earlier answers."""
         if not self.kept:
             return [0] * len(prompt)
         rendered = render(self._tokenizer, Conversation(self._under(self.system)))
@@ -318,32 +285,8 @@ class ConversationTry(Try):
         used = self.report.tokens + (self.config.user_tokens if self.answering else 0)
         fits = used + room < self.engine.target.context_length or not self.kept
         if not fits:
-            self.fail("shortened")
+            self._fail("shortened")
         return fits
-
-
-class TextTry(Try):
-    """A text from a target without a chat template, sampled like user turns: greedy texts would all be equal."""
-
-    domain = "text"
-
-    def __init__(self, engine: Engine, config: MakeConfig, number: int, begin: list[int]):
-        """Create the try. begin: the tokens that the text begins with, from `beginning`."""
-        super().__init__(engine, config, number)
-        self._begin, self._text = begin, ""
-
-    def prompt(self) -> tuple[list[int], SamplingParams]:
-        seed = seed_of(self.config.seed, self.number, self.domain)
-        return self._begin, replace(self.config.question(), max_tokens=self.config.max_tokens, seed=seed)
-
-    def add(self, request: RequestState, output: Output, tokens: list[int]) -> bool:
-        if self.answered(request, output, tokens, [0] * len(request.prompt)):
-            self._text = output.text
-        return False
-
-    def result(self) -> tuple[Conversation | None, int]:
-        conversation = Conversation(text=self._text, origin=f"self:{self.number}")
-        return (conversation, conversation.prompt_key()) if self._text else (None, 0)
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
@@ -354,26 +297,9 @@ def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
     target = engine.target
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise TargetError(f"{target.name} has no tokenizer, so it cannot make up text")
-    if tokenizer.has_chat_template:
-        domains = steerable(tokenizer, config.domains, target.name)
-        return lambda number: ConversationTry(engine, config, number, tokenizer, domains)
-    begin = beginning(tokenizer, target.name)
-    return lambda number: TextTry(engine, config, number, begin)
-
-
-def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text, else its BOS or EOS. Raises TargetError, with `name`."""
-    before: list[int] = list(tokenizer.encode(""))
-    while before and before[-1] == tokenizer.eos_token_id:  # some tokenizers also append EOS
-        before.pop()
-    marks = [int(token) for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
-    if before or marks:
-        return before or marks[:1]
-    raise TargetError(
-        f"{name} has neither a chat template nor a token that begins or ends a text, so it cannot make up text; use "
-        "data instead: texts or conversations as FILE.jsonl, or a data set on the hub (docs/data.md)"
-    )
+        raise TargetError(f"{target.name} has no tokenizer, so it cannot make up conversations")
+    domains = steerable(tokenizer, config.domains, target.name)
+    return lambda number: Try(engine, config, number, tokenizer, domains)
 
 
 def _drawn(weights: Sequence[float], share: float) -> int:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cpu import default_streams, use_shortcuts
-from eagle_mlx.data_pipelines import FIRST_ROWS, MakeConfig, beginning, steerable
+from eagle_mlx.data_pipelines import FIRST_ROWS, MakeConfig, steerable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import free_disk
@@ -117,10 +117,7 @@ def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
     kind = KINDS[config.head.kind]
     kind.check(target, config)
     if (config.data.is_self or config.optimization.hours) and target.tokenizer is not None:
-        if target.tokenizer.has_chat_template:
-            steerable(target.tokenizer, MakeConfig().domains, target.name)
-        else:
-            beginning(target.tokenizer, target.name)
+        steerable(target.tokenizer, MakeConfig().domains, target.name)
     head = kind.blank(target, config)
     choose_trained(head, config)
     return Bound(given, config, target, head)
