@@ -23,7 +23,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
 from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.mtp.formats import save_speculators_mtp
-from eagle_mlx.heads.precision import quantization_of, quantize
+from eagle_mlx.heads.precision import quantize
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.bench.options import ModeName
 from eagle_mlx.serve.speculation import Speculation
@@ -622,94 +622,15 @@ def test_a_folder_without_a_head_is_an_error(tmp_path: Path) -> None:
         read_source(tmp_path)
 
 
-# In fewer bits
-
-
-@pytest.mark.parametrize(("bits", "other"), [(4, 8), (8, 4)])
-def test_a_quantized_copy_is_published_and_loads(
-    made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str], bits: int, other: int
-) -> None:
-    (made.run / "best" / "LICENSE").write_text("Do as you like.")
-    assert main([str(made.run), *GOES_UP, "--bits", str(bits), "--private"]) == 0
-    small = f"{REPO}-{bits}bit"
-    assert f"{online.base}/{small}" in capsys.readouterr().out
-    assert set(online.repos) == {REPO, small}
-    portable, quantized = online.repos[REPO], online.repos[small]
-    assert quantized.private
-    assert portable.files["model.safetensors"] == (made.run / "best" / "model.safetensors").read_bytes()
-    assert "quantization" not in json.loads(portable.files["config.json"])
-    assert set(quantized.files) == {".gitattributes", "README.md", "LICENSE", "config.json", "model.safetensors"}
-    assert len(quantized.files["model.safetensors"]) < 0.7 * len(portable.files["model.safetensors"])
-    how = json.loads(quantized.files["config.json"])["quantization"]
-    assert how == {"group_size": 32, "bits": bits, "mode": "affine"}
-
-    target = load_target(str(made.target))
-    head, asked = em.load_head(small, target, check=False), em.load_head(small, target, check=False, bits=other)
-    assert quantization_of(head) == quantization_of(asked) == {"group_size": 32, "bits": bits}
-    here = em.load_head(made.run / "best", target, check=False, bits=bits)
-    params = em.SamplingParams(max_tokens=12, ignore_eos=True)
-    texts = [
-        em.Engine(target, em.HeadProposer(one), policy=em.FixedPolicy(2)).generate(["def f(x):"], params)[0]
-        for one in (head, here)
-    ]
-    plain = em.Engine(target).generate(["def f(x):"], params)[0]
-    assert [one.tokens for one in texts] == [plain.tokens] * 2
-    assert texts[0].drafted > 0
-
-
-def test_both_cards_link_to_each_other(online: hub_server.Hub, tmp_path: Path) -> None:
-    folder = head_folder(tmp_path / "head")
-    assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "4"]) == 0
-    portable, quantized = (ModelCard(online.repos[name].files["README.md"].decode()) for name in (REPO, REPO + "-4bit"))
-    assert f"https://huggingface.co/{REPO}-4bit" in portable.text
-    assert "With SGLang" in portable.text
-    assert portable.data.base_model == "owner/tiny"
-    assert quantized.data.base_model == REPO
-    assert quantized.data.base_model_relation == "quantized"
-    assert quantized.data.tags == ["eagle3", "speculative-decoding", "mlx", "4-bit"]
-    assert "With SGLang" not in quantized.text
-    assert "With vLLM" not in quantized.text
-    assert "For SGLang and vLLM, use the original" in quantized.text
-    assert f"eagle-serve --target owner/tiny --head {REPO}-4bit" in quantized.text
-    assert "| type | 4-bit weights in groups of 32 |" in quantized.text
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "speculators", "speculators-mtp"])
-def test_a_head_of_every_layout_is_published_quantized(
-    kind: str, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, folder = tiny_target(), tmp_path / "head"
-    heads = {"eagle": eagle, "mtp": mtp, "speculators-mtp": lambda t: mtp(t, norm_output=True)}
-    head: Any = heads[kind](target) if kind in heads else tiny_head(target, draft_vocab=48)
-    head.attach(target)
-    writers = {"eagle": save_eagle, "mtp": save_mtp, "eagle3": save_eagle3, "speculators": save_speculators}
-    writers.get(kind, save_speculators_mtp)(head, folder, target_name="owner/tiny", dtype=mx.float16)
-    assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "8"]) == 0
-    again: Any = em.load_head(f"{REPO}-8bit", target, check=False)
-    assert type(again) is type(head)
-    again.attach(target)
-    x = mx.random.normal((1, 4, 32), key=mx.random.key(0))
-    one, other = (each.logits(each(x, x, None, "causal")) for each in (head, again))
-    assert mx.abs(one - other).max() < 0.1 * mx.abs(one).max()
-    assert again.token_ids is None or mx.array_equal(again.token_ids, head.token_ids)
-
-
-def test_a_quantized_head_cannot_be_quantized_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_card_of_a_quantized_head_names_no_other_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = tiny_head(tiny_target())
     quantize(head, 4, 32)
     save_eagle3(head, tmp_path / "head", target_name="owner/tiny")
-    given = [str(tmp_path / "head"), "--repo", REPO, "--license", "mit"]
-    assert "is quantized already; use --bits with the unquantized head" in refused(capsys, *given, "--bits", "8")
     card = ModelCard(dry(tmp_path / "head", capsys).split("README.md:\n\n")[1])
+    assert card.data.tags == ["eagle3", "speculative-decoding", "mlx", "4-bit"]
     assert "With SGLang" not in card.text
-    assert "--bits must be one of 4, 8, not '5'" in refused(capsys, *given, "--bits", "5")
-
-
-def test_a_dry_run_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = dry(head_folder(tmp_path / "head"), capsys, "--bits", "4")
-    assert f"would go to {REPO}:" in shown
-    assert f"would go to {REPO}-4bit:" in shown
-    assert shown.index("# tiny-eagle3\n") < shown.index("# tiny-eagle3-4bit\n")
+    assert "With vLLM" not in card.text
+    assert "| type | 4-bit weights in groups of 32 |" in card.text
 
 
 def test_figures_of_a_quantized_head_say_so(made: Made, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.late import late
@@ -33,7 +32,6 @@ class CardOptions(Group):
 class UploadOptions(Group):
     """How to upload."""
 
-    bits: Literal[4, 8] | None = setting(None, "also publish a quantized copy for MLX, as USER/NAME-4bit or -8bit")
     dry_run: bool = setting(False, "show the files and the card, without the network")
     private: bool = setting(False, "make the repository private (default: public)")
     overwrite: bool = setting(False, "replace a head that the repository has already")

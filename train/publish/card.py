@@ -201,19 +201,15 @@ def make_card(
     base: str,
     license: tuple[str, str | None, str | None],
     figures: Sequence[Figures],
-    portable: str | None = None,
-    quantized: str | None = None,
 ) -> ModelCard:
     """Return the card of a head published as `repo` for the model `base`.
 
-    license: its name on the hub, and a title and a link if that is `other`. portable: a quantized head's original,
-    which other servers load. quantized: an original's quantized version.
+    license: its name on the hub, and a title and a link if that is `other`.
     """
     quantization = quantization_of(source.head)
     bits = [f"{quantization['bits']}-bit"] if quantization is not None else []
     data = ModelCardData(
-        base_model=portable or base,
-        base_model_relation="quantized" if portable else None,
+        base_model=base,
         datasets=data_sets(source) or None,
         library_name="mlx",
         license=license[0],
@@ -233,8 +229,6 @@ def make_card(
         base=base,
         target=target,
         figures=figures,
-        portable=portable,
-        quantized=quantized,
         described=described(source.head) if bits else "",
         by_mlx_community=by_mlx_community(base),
         depth=next((measured.depth for measured in reversed(figures) if measured.depth), 4),  # as in eagle-serve

@@ -20,7 +20,6 @@ examples:
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --dry-run
   eagle-bench --target Qwen3-4B-4bit --head out/head/best --depth 1 2 4 6 --prompts chats.jsonl --json chats.json
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --base-model Qwen/Qwen3-4B --figures chats.json
-  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --bits 4    and you/qwen3-4b-eagle3-4bit
 
 --dry-run shows the files and the card without using the network.
 
