@@ -17,7 +17,7 @@ from .base import Head, Kind, choose_trained, merged, parameters_of, trained_siz
 KINDS: dict[str, Kind[Any]] = {
     name: resolve_name(f"{__name__}.{kind.recipe}")() for name, kind in KIND_SETTINGS.items()
 }
-_RATE, USUAL_WIDTH = 1e-4, 4096  # peak learning rate of AdamW for heads of targets with this hidden size
+_RATE, _USUAL_WIDTH = 1e-4, 4096  # peak learning rate of AdamW for heads of targets with this hidden size
 _LARGEST = {"rows": 4, "length": 1024, "epochs": 1}  # for the most data; `plan.batches_for` chooses those for less
 LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]  # tokens
 
@@ -56,7 +56,7 @@ def resolve(given: TrainConfig, width: int) -> TrainSettings:
     """
     check_supported(given)
     kind = KINDS[given.head.kind]
-    usual = {"lr": _RATE * USUAL_WIDTH / width, **_LARGEST, **kind.defaults}
+    usual = {"lr": _RATE * _USUAL_WIDTH / width, **_LARGEST, **kind.defaults}
     own = {name: value for name, value in usual.items() if given.value(name) is None}
     if given.optimization.step_weights:
         own.pop("decay", None)

@@ -22,7 +22,7 @@ from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
 from ..data import choose_states, reading_share, self_file, tokens_to_read
-from ..kinds import KINDS, USUAL_WIDTH, resolve
+from ..kinds import KINDS
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe, described_by_name
@@ -53,16 +53,13 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     """Return the output of `--dry-run`: the plan, and a line on whether the run fits on this machine.
 
     No data is read; its amount is assumed. If the target's weights are local and fit, it is loaded and measured. Other
-    plans have a lower bound of the memory, from the recipe or the hub's config.json, or list what is unknown. Raises
-    ConfigError without a target.
+    plans have a lower bound of the memory, from the recipe or the hub's config.json. Raises ConfigError without a
+    target, UnreachableError if nothing tells of it.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model with --target, or choose a --recipe")
     tokens = assumed(config, recipe.tokens_each if recipe is not None else _TOKENS_EACH)
-    try:
-        bound, here = _bound(config, recipe)
-    except hub.UnreachableError as e:
-        return _unknown(config, tokens, e)
+    bound, here = _bound(config, recipe)
     try:
         bound.check()
         planned = batches_for(bound.config, config, tokens[0]).config
@@ -105,15 +102,11 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
         rows["time"] = _time(config, tokens, measured, place == "online")
     elif measured is not None:
         rows["speed"] = str(measured)
-    return _lines(rows)
-
-
-def _lines(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<10}  {text}" for name, text in rows.items())
 
 
 def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
-    """Describe the data and the length of a run, which do not depend on the target."""
+    """Describe the data and the length of a run."""
     step = config.optimization
     steps = counted(max(1, round(tokens[0] / (step.rows * step.length))), "step")
     span = f"{counted(step.epochs, 'epoch')} of {steps}"
@@ -209,19 +202,6 @@ def _published(repo: str) -> Mapping[str, Any]:
     model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
     form = model.get("quantization") or {}
     return {**model, "quantization": {key: form[key] for key in ("group_size", "bits", "mode") if key in form}}
-
-
-def _unknown(given: TrainConfig, tokens: Tokens, error: EagleError) -> str:
-    """Return the plan for a target if only its name is known. Nothing in it depends on the target's width."""
-    config = batches_for(resolve(given, USUAL_WIDTH), given, tokens[0]).config
-    return _lines(
-        {
-            "target": f"{hub.hub_id(config.head.target)}, which is not known here: {error}",
-            "head": f"{config.head.kind}; {config.optimization.unroll} draft steps",
-            **_run_rows(config, tokens),
-            "unknown": "layers, vocabulary, memory, disk and time: these need the target's config.json",
-        }
-    )
 
 
 def _count(number: int) -> str:
