@@ -195,45 +195,40 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Return a run's facts as in `report --json`; None is unknown. Raises DataError without a run, or if damaged."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
-    metrics = folder / METRICS
-    remedy = f"move it away to see the values in {METRICS}"
-    report, about = read_object(folder / _REPORT, remedy), read_object(folder / _ABOUT, remedy)
-    if report is None and not metrics.exists():
-        raise DataError(
-            f"{folder} is not a training run: it has neither {_REPORT} nor {METRICS}; give an --output of eagle-train"
-        )
-    rows = read_rows(metrics)
-    whole: Mapping[str, Any] = report or {}
-    settings = (report or about or {}).get("config") or {}
-    losses = [None, *(row.get("loss") for row in rows if row["kind"] == "train")]
+    if not (folder / METRICS).exists():
+        raise DataError(f"{folder} is not a training run: it has no {METRICS}; give an --output of eagle-train")
+    rows = read_rows(folder / METRICS)
+    about = read_object(folder / _ABOUT, f"move it away to see the values in {METRICS}") or {}
+    settings = about.get("config") or {}
+    losses = [row.get("loss") for row in rows if row["kind"] == "train"]
     evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
     best = max(evals, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
-    untrained = first["acceptance_length"] if first.get("step") == 0 else None
-    unfinished = "unfinished" if now else "unfinished, nothing measured"
-    if any((folder / _STATES).glob("step-*")):
-        unfinished = "unfinished, --resume continues it"
-    seconds = float(whole.get("train_seconds", now.get("train_seconds", 0)))
-    tokens = int(whole.get("tokens", now.get("tokens", 0)))
+    state = "unfinished" if now else "unfinished, nothing measured"
+    if (folder / _REPORT).exists():
+        state = "complete"
+    elif any((folder / _STATES).glob("step-*")):
+        state = "unfinished, --resume continues it"
+    seconds, tokens = float(now.get("train_seconds", 0)), int(now.get("tokens", 0))
     return {
         "folder": str(folder),
-        "state": "complete" if report else unfinished,
-        "target": whole.get("target") or settings.get("target") or None,
-        "kind": whole.get("kind") or settings.get("head"),
-        "started_from": whole.get("started_from") or settings.get("init_from") or None,
+        "state": state,
+        "target": settings.get("target") or None,
+        "kind": settings.get("head"),
+        "started_from": settings.get("init_from") or None,
         "data": _data(settings),
-        "steps": int(whole.get("steps", now.get("step", 0))),
+        "steps": int(now.get("step", 0)),
         "tokens": tokens,
         "train_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
-        "loss": whole.get("loss", losses[-1]),
+        "loss": losses[-1] if losses else None,
         "depth": best.get("depth") or settings.get("eval_depth"),
-        "untrained": whole.get("untrained_acceptance_length", untrained),
-        "best": whole.get("acceptance_length", best.get("acceptance_length")),
+        "untrained": first["acceptance_length"] if first.get("step") == 0 else None,
+        "best": best.get("acceptance_length"),
         "interval": best.get("interval") or None,
-        "best_step": whole.get("best_step", best.get("step")),
-        "last": ((whole.get("acceptance") or {}).get("last") or last).get("acceptance_length"),
-        "by_position": list(whole.get("acceptance_by_position") or best.get("acceptance_by_position") or []),
+        "best_step": best.get("step"),
+        "last": last.get("acceptance_length"),
+        "by_position": list(best.get("acceptance_by_position") or []),
         "memory_gb": max((row["memory_gb"]["process_peak"] for row in rows if "memory_gb" in row), default=None),
         "settings": settings,
         "evaluations": [{key: row[key] for key in _IN_EVALUATIONS if key in row} for row in evals],
