@@ -25,7 +25,6 @@ MOST_PROMPTS = 100
 _KIND_NAMES = f"{{{','.join(KIND_SETTINGS)}}}"
 _KINDS = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
 _CACHE_BITS = Limit((16, 8).__contains__, "must be 16 or 8, not {}")
-_INNER_SHARE = Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}")
 _AUX_LAYERS = "target layers to read, from 0 (default: a low, a middle and a high one, or those of --shards)"
 
 
@@ -79,13 +78,6 @@ class TrainingDataConfig(Group):
     # One night's output of a small model on two cores: 17 tokens per second for eight hours.
     self_tokens: int = setting(500_000, "with --data self: tokens that the target writes first", AT_LEAST_1)
     map: tuple[str, ...] = setting((), "field names of the rows (role=from,content=value or SOURCE:prompt=question)")
-    warmup_data: tuple[str, ...] = setting(
-        (), "text to learn from first, such as text:FOLDER, which the target only reads", metavar="SOURCE"
-    )
-    warmup_share: float = setting(
-        0.5, "share of --warmup-data in the training; with --hours, at most this share of the time", _INNER_SHARE
-    )
-    warmup_tokens: int | None = open_number("maximum tokens of --warmup-data; 0 for as many as its share needs")
     shards: tuple[str, ...] = setting(
         (), "folders of hidden states from `eagle-data`, instead of --data; a head may read any layers", metavar="DIR"
     )

@@ -29,12 +29,9 @@ from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_sett
 from .data import (
     TrainData,
     check_data,
-    check_warmup,
     heldout_prompts,
     make_data,
     training_data,
-    warmup_data,
-    with_warmup_tokens,
 )
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
@@ -147,26 +144,23 @@ def _run(
     measured = probe(target, config, head)
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
-    check_warmup(target, config)
     if config.optimization.hours:
         config = _chosen(batches_for(config, given, config.data.self_tokens, speed=measured), world)
-        config = with_warmup_tokens(config, 0, measured.read, world)
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
-            return target, train_for_hours(setup, measured.learned, measured.read)
+            return target, train_for_hours(setup, measured.learned)
     _prepare(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
-    config = with_warmup_tokens(_chosen(plan, world), sum(lengths), measured.read, world)
-    warmup = world.in_turn(lambda: warmup_data(target, config, data))
+    config = _chosen(plan, world)
     if not world.is_rank_zero:
-        run_worker(target, data, config, head, world, stop, warmup)
+        run_worker(target, data, config, head, world, stop)
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
-    data, prompts = _with_prompts(target, config, data, warmup)
+    data, prompts = _with_prompts(target, config, data)
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    with set_up(target, config, data_fingerprint(data, warmup), head, resume, stop, world, claimed=folder) as setup:
-        return target, train(setup, data, prompts, warmup, plan.seen / measured.learned)
+    with set_up(target, config, data_fingerprint(data), head, resume, stop, world, claimed=folder) as setup:
+        return target, train(setup, data, prompts, plan.seen / measured.learned)
 
 
 def _chosen(plan: BatchSizePlan, world: World) -> TrainSettings:
@@ -211,11 +205,9 @@ def _prepare(target: Target, config: TrainSettings, world: World) -> None:
         heldout_prompts(target, config, most=1)
 
 
-def _with_prompts(
-    target: Target, config: TrainSettings, data: TrainData, warmup: TrainData | None
-) -> tuple[TrainData, list[list[int]]]:
+def _with_prompts(target: Target, config: TrainSettings, data: TrainData) -> tuple[TrainData, list[list[int]]]:
     """Return the data, with a report on the prompts, and prompts that are not trained on."""
-    trained = data.samples.keys | (warmup.samples.keys if warmup is not None else frozenset())
+    trained = data.samples.keys
     prompts = heldout_prompts(target, config, trained)
     facts = prompts.facts(trained)
     if prompts.left_out:

@@ -122,16 +122,12 @@ def test_the_time_of_a_run_follows_from_measured_speeds() -> None:
     assert "at 0 " not in str(dataclasses.replace(measured, learned=0.03))
 
 
-TEXT = ["--warmup-data", "builtin:python"]
-
-
 @pytest.mark.parametrize(
     ("more", "row"),
     [
         ([], "time"),
         (["--hours", "8"], "speed"),
-        (["--hours", "8", *TEXT], "warm-up"),
-        (["--minutes", "1", *TEXT], "speed"),
+        (["--minutes", "1"], "speed"),
     ],
 )
 def test_a_dry_run_measures_a_local_target(

@@ -203,7 +203,6 @@ def test_help_shows_every_setting(capsys: Any) -> None:
         ("--data", '{"prompt": "a"}', "bad.jsonl:2: no assistant turn"),
         ("--data", '{"prompt": "a", "completion": "c"}', "no held-out conversations to measure acceptance (all"),
         ("--eval-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
-        ("--warmup-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
     ],
 )
 def test_errors_in_data_files_show_before_the_target_is_loaded(

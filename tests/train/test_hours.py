@@ -474,35 +474,3 @@ def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pyte
     assert f"no command offers it without --head {out}/best: its τ is below 1.05" in said.err
     assert main(["--resume", str(out)]) == 2
     assert "is complete" in capsys.readouterr().err
-
-
-def test_text_comes_first_and_a_resume_continues_in_its_phase(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped during the warm-up, killed after it, and completed."""
-    out, clock, ends = tmp_path / "head", Clock(monkeypatch), Ends(monkeypatch)
-    (tmp_path / "text.md").write_text("One line of a text about trains.\n" * 400)
-    more = {"warmup_data": (f"text:{tmp_path}/text.md",), "warmup_tokens": 900, "warmup_share": 0.3, "log_steps": 1}
-    config, resume = config_of(out, hours=HOURS / 2, **more), None
-    for ends.at, ends.left in (("stop", 5), ("learn", 3), ("01", 3)):
-        with pytest.raises((Killed, Stopped)):
-            train_for_hours(target, config, resume=resume, watch=Stopwatch(clock))
-        resume = out
-    ends.at = ""
-    report = train_for_hours(target, config, resume=out, watch=Stopwatch(clock))
-    data = report["data"]
-    assert 0.95 < data["hours"] / (HOURS / 2) < 1.05
-    assert 0 < data["warmup_tokens"] < 0.5 * report["tokens"]
-    assert sum(portion["tokens"] for portion in data["portions"]) == data["tokens"]
-    assert data["learned_tokens"] == pytest.approx(data["tokens"], rel=0.1)
-    assert len(metrics_of(out, "eval")) == 2 + len(data["portions"]), "before, after the text, and after each portion"
-    factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
-    assert factors.index(1) < len(factors) / 3, "it rises once, and stays until the last phase"
-
-
-def test_without_a_faster_way_to_read_there_is_no_warmup(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path / "head", hours=HOURS / 4, warmup_data=("builtin:python",), warmup_tokens=900)
-    report = train_for_hours(target, config, 150.0, 0.1, watch=Stopwatch(Clock(monkeypatch)))
-    assert "warmup_tokens" not in report["data"]

@@ -596,11 +596,11 @@ def test_data_sets_of_the_hub_are_named(made: Made) -> None:
 def test_a_report_names_no_folder_of_this_machine() -> None:
     models = {"target": "/home/me/tiny", "init_from": "you/head", "adapter_path": "/home/me/adapters"}
     data = ["/home/me/a.jsonl=0.5", "user/name:train=0.5"]
-    more = {"map": ["/home/me/a.jsonl:prompt=q"], "warmup_data": ["text:/home/me/notes"], "eval_data": "~/b.parquet"}
+    more = {"map": ["/home/me/a.jsonl:prompt=q"], "eval_data": "~/b.parquet"}
     found = public_settings(TrainConfig.of(**models, **more, data=data, output="/home/me/out", cache_dir="x/y"))
     assert (found["target"], found["init_from"], found["adapter_path"]) == ("tiny", "you/head", "adapters")
     assert found["data"] == ("a.jsonl=0.5", "user/name:train=0.5")
-    assert (found["map"], found["warmup_data"]) == (("a.jsonl:prompt=q",), ("text:notes",))
+    assert found["map"] == ("a.jsonl:prompt=q",)
     assert (found["eval_data"], found["output"], found["cache_dir"]) == ("b.parquet", "out", "y")
     assert public_settings(TrainConfig()) == TrainConfig().flat() | {"output": "head"}
 

@@ -7,14 +7,9 @@ from .sources import (
     TrainData,
     amount,
     capture_rows,
-    check_warmup,
     data_on_disk,
     heldout_prompts,
     questions_of,
-    reading_share,
-    tokens_to_read,
     training_data,
-    warmup_data,
-    with_warmup_tokens,
 )
 from .storage import check_data, choose_states, make_data, public_settings, self_file, sources_of

@@ -1,11 +1,11 @@
-"""Load training data, evaluation prompts and the text of a warm-up from the data pipelines."""
+"""Load training data and evaluation prompts from the data pipelines."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -32,7 +32,6 @@ from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of
 from .batches import Rows
 from .examples import Examples, InMemory, Joined, OnDisk, draft_vocabulary
@@ -143,7 +142,7 @@ def questions_of(target: Target, config: TrainSettings) -> dict[int, tuple[str, 
     if not questions:
         raise DataError(
             f"{', '.join(config.data.sources)}: no user turns; with --hours, the target answers the first user turn of "
-            "each conversation. Texts can be learned first with --warmup-data"
+            "each conversation. Learn texts first in a run of their own, and continue its head with --init-from"
         )
     return questions
 
@@ -278,71 +277,3 @@ def unpack(rows: Rows) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
         batches.append(tokens)
         first, read = first + len(group), read + tokens.size
     return batches, places
-
-
-def reading_share(most: float, reading: float, writing: float) -> float:
-    """Return the share of a time limit for the warm-up, between 0 and `most`.
-
-    `reading` and `writing`: tokens per second of text, and of the target's own conversations, including learning. The
-    share s maximizes a weighted mean of logarithms, as τ grows with the logarithm of the tokens: `most` of it counts
-    all tokens, s * reading + (1 - s) * writing, and the rest only conversations, (1 - s) * writing.
-    """
-    return 0.0 if reading <= writing else max(0.0, most - (1 - most) * writing / (reading - writing))
-
-
-def tokens_to_read(config: TrainSettings, own: int, rate: float, processes: int = 1) -> int:
-    """Return the tokens of text that a warm-up can use. `own`: of the run's data; `rate`: learned per second."""
-    step, share = config.optimization, config.data.warmup_share
-    if step.hours or step.minutes:
-        return round(share * (3600 * (step.hours or 0) or 60 * (step.minutes or 0)) * rate * processes)
-    if step.max_steps:
-        return round(share * step.max_steps) * step.rows * step.length * processes
-    return round(share / (1 - share) * step.epochs * own)
-
-
-def with_warmup_tokens(config: TrainSettings, own: int, rate: float, world: World = SINGLE_PROCESS) -> TrainSettings:
-    """Return the settings with `warmup_tokens` as in `tokens_to_read`, so that a resumed run reads the same text."""
-    if not config.data.warmup_data or config.data.warmup_tokens:
-        return config
-    return config.changed(warmup_tokens=world.broadcast(tokens_to_read(config, own, rate, world.size)))
-
-
-def _warmup_texts(target: Target, config: TrainSettings) -> Iterator[Conversation]:
-    data, filters = config.data, config.data.filters
-    reading = DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
-    return read_conversations(reading, "train", target.tokenizer)
-
-
-def check_warmup(target: Target, config: TrainSettings) -> None:
-    """Raise the errors of reading the warm-up's text, if there is one, before hours of other work."""
-    if not config.data.warmup_data:
-        return
-    if target.tokenizer is None:
-        raise TargetError("the target has no tokenizer, so it cannot read text; leave out --warmup-data")
-    if next(_warmup_texts(target, config), None) is None:
-        raise DataError(f"no text in {', '.join(config.data.warmup_data)}; check --warmup-data")
-
-
-def warmup_data(
-    target: Target, config: TrainSettings, own: TrainData, without: Collection[int] = ()
-) -> TrainData | None:
-    """Return about `config.data.warmup_tokens` tokens of text for a head with the layers and vocabulary of `own`.
-
-    Return None without a warm-up. Texts whose keys are in `without` are left out. Hidden states are captured for each
-    batch, since most text is read once. Raises DataError if nothing is usable.
-    """
-    tokenizer = target.tokenizer
-    if not config.data.warmup_data or tokenizer is None:
-        return None
-    length = min(config.data.max_length, target.context_length)
-    texts, tokens = _warmup_texts(target, config), 0
-    examples: list[Example] = []
-    while tokens < (config.data.warmup_tokens or 0) and (block := list(islice(texts, 256))):
-        rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
-        more = [Example.of(*sample) for sample in rendered if sample.key not in without]
-        examples += more
-        tokens += sum(map(len, more))
-    if not examples:
-        raise DataError(f"no usable text in {', '.join(config.data.warmup_data)}; check --warmup-data")
-    report = {"warmup_conversations": len(examples), "warmup_tokens": tokens}
-    return TrainData(InMemory(examples), own.aux_layers, own.kept, report, "online")

@@ -143,8 +143,6 @@ def check_data(config: TrainConfig) -> None:
         check_conversations(learned.alone(config.evaluation.data), "all")
     elif in_files and next(read_conversations(replace(learned, keep_tokens=""), "heldout"), None) is None:
         raise no_prompts(data.sources, "all conversations have the same prompt, so none is held out")
-    if data.warmup_data:
-        check_conversations(replace(learned, sources=data.warmup_data, map=(), limit=0), "train", answers=True)
 
 
 def no_prompts(sources: Sequence[str], reason: str) -> DataError:
@@ -163,7 +161,7 @@ def public_settings(config: TrainConfig) -> dict[str, Any]:
 
     changes: dict[str, Callable[[str], str]] = {
         **dict.fromkeys(("target", "init_from"), public_name),
-        **dict.fromkeys(("data", "warmup_data", "eval_data"), public_source),
+        **dict.fromkeys(("data", "eval_data"), public_source),
         **dict.fromkeys(("output", "shards", "cache_dir", "adapter_path"), lambda path: Path(path).name),
         "map": public_map,
         "chat_template": lambda text: text if "{" in text else Path(text).name,

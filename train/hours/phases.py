@@ -5,7 +5,6 @@ The division of time between the two is computed from measured speeds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from eagle_mlx.data_pipelines import MakeLimits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import fingerprint
 
-from ..data import Piece, TrainData, reading_share, warmup_data
+from ..data import Piece, TrainData
 from ..run import BEST, Bar, Phase, Result, Run, Setup
 from ..step import WarmupStableDecay
-from .portions import Journal, Portion, Portions, Warmup
+from .portions import Journal, Portion, Portions
 
 FIRST = 1 / 40
 """Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
@@ -65,25 +64,23 @@ def next_portion(
     return (max(1, round(most)), True) if most < 2 * made else (made, False)
 
 
-def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.inf) -> dict[str, Any]:
+def train_for_hours(setup: Setup, learning: float = 0.0) -> dict[str, Any]:
     """Make data, train a head, and let it draft the next data, within `hours`; return the report.
 
     The run's folder also gets the conversations in `made`. After each portion, acceptance is measured, and the best
     head is saved and registered for the target. A resumed run continues in its current phase with its remaining time.
 
-    `learning`, `reading`: tokens per second of learning, until the run has timed a step, and of learning text once.
-    Raises as `train`, and DataError if the target writes nothing usable.
+    `learning`: tokens per second of learning, until the run has timed a step. Raises as `train`, and DataError if the
+    target writes nothing usable.
     """
     journal, folder, watch = Journal.read(setup.folder), setup.folder, setup.watch
     watch.restart(journal.elapsed)
     result: Result | None = None
     try:
         with Bar(3600 * (setup.config.optimization.hours or 0.0), done=watch.elapsed) as bar:
-            hours = Hours(setup, journal, bar, learning, reading)
+            hours = Hours(setup, journal, bar, learning)
             while (number := hours.following()) is not None:
                 hours.make(number)
-                if not number:
-                    hours.warm_up()
                 result = hours.run.learn(hours.phase(number))
                 hours.end_phase(number, result)
             return hours.finish(result)
@@ -97,12 +94,12 @@ def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.i
 class Hours:
     """A run's portions of data, and the division of its time between making and learning them."""
 
-    def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float, reading: float):
+    def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float):
         """Make prompts and the first portion unless they exist, and start or restore training."""
         self._setup, self._journal = setup, journal
         self._config, self._watch = setup.config, setup.watch
         self._bar, self._passes = bar, setup.config.optimization.epochs
-        self._learning, self._reading = learning, reading
+        self._learning = learning
         self._total = 3600 * (setup.config.optimization.hours or 0.0)
         self._portions = Portions(setup.target, setup.config, setup.folder, setup.head)
         self._evaluation = EVALUATION * self._total  # seconds of the last measurement; before the first, its limit
@@ -126,8 +123,6 @@ class Hours:
         names = ("tokens", "made_seconds", "acceptance_length")
         made = [{name: getattr(portion, name) for name in names} for portion in portions]
         facts = {**data.report, **self._facts(), "portions": made, "hours": round(self._watch.elapsed / 3600, 4)}
-        if self._journal.warmup is not None:
-            facts["warmup_tokens"] = self._journal.warmup.tokens
         batches, learned = self._setup.batches(data), set[Piece]()
         for number, portion in enumerate(portions):  # each from the data available at the time
             count = self._portions.conversations(number + bool(portion.tokens))
@@ -156,38 +151,6 @@ class Hours:
     def _data(self) -> TrainData:
         return self._portions.data(sum(1 for portion in self._journal.portions if portion.tokens))
 
-    def warm_up(self) -> None:
-        """Learn the warm-up's text, unless that is complete or has no time."""
-        run, warmup, rates = self.run, self._journal.warmup, self._rates()
-        writing = 1 / (1 / rates.made + self._passes / rates.learned)
-        share = reading_share(self._config.data.warmup_share, self._reading, writing)
-        if not (warmup.acceptance_length is None if warmup else share):
-            if self._config.data.warmup_data and warmup is None:
-                tqdm.write(
-                    "--warmup-data gets no time: the target writes and learns about as fast as it reads and learns"
-                )
-            return
-        data = warmup_data(self._setup.target, self._config, self._portions.data(1), self._portions.prompts.keys)
-        if data is None:
-            return
-        batches = self._setup.batches(data)
-        if warmup is None:
-            now, steps = self._watch.elapsed, self._passes * batches.steps_per_epoch()
-            warmup = Warmup(WarmupStableDecay(now, now + share * self._left, steps, total=self._total))
-            self._journal.warmup = warmup
-            self._write()
-        self._bar.bar.set_description_str("warm-up learns", refresh=False)
-        result = run.learn(Phase(batches, warmup.schedule, self._bar))
-        run.save_state()
-        warmup.tokens, warmup.acceptance_length = run.progress.tokens, result.acceptance.acceptance_length
-        self._write()
-        self._register()
-
-    @property
-    def _learned_tokens(self) -> int:
-        """Tokens learned of the portions, including repetitions."""
-        return self.run.progress.tokens - (self._journal.warmup.tokens if self._journal.warmup else 0)
-
     def following(self) -> int | None:
         """Return the number of the portion to continue with, or None after the last phase."""
         portions, now = self._journal.portions, self._watch.elapsed
@@ -205,7 +168,7 @@ class Hours:
         return next_portion(
             left,
             self._journal.made,
-            self._learned_tokens + round(learning * rates.learned),
+            self.run.progress.tokens + round(learning * rates.learned),
             self._passes,
             rates,
             COOLDOWN * (progress.train_seconds + learning),
@@ -239,7 +202,7 @@ class Hours:
 
     def _limits(self, number: int) -> MakeLimits:
         """Return the limits for making a portion, so that enough time remains to learn its tokens."""
-        rates, learned = self._rates(), self._learned_tokens
+        rates, learned = self._rates(), self.run.progress.tokens
         cooldown = max(COOLDOWN * self.run.progress.train_seconds, EVALUATION * self._total)
         fresh = self._journal.tokens(self._fresh(number), number)
 
@@ -276,7 +239,7 @@ class Hours:
         batches = self._setup.batches(self._portions.data(number + bool(portion.tokens)))
         if portion.schedule is None:
             portion.schedule = self._schedule(number, batches.steps_per_epoch())
-            portion.epoch = run.progress.epoch + bool(number or self._journal.warmup)
+            portion.epoch = run.progress.epoch + bool(number)
             portion.fresh, portion.last = self._fresh(number), portion.schedule.last
             self._write()
         fresh = self._portions.conversations(portion.fresh)
@@ -289,7 +252,7 @@ class Hours:
         assert portion.schedule is not None
         self._evaluation = self._watch.elapsed - result.until
         run.save_state()
-        portion.learned = self._learned_tokens - sum(earlier.learned for earlier in self._journal.portions[:number])
+        portion.learned = self.run.progress.tokens - sum(earlier.learned for earlier in self._journal.portions[:number])
         portion.learned_seconds = result.until - portion.schedule.begins
         portion.until = run.progress.epoch, run.progress.batch
         portion.acceptance_length = result.acceptance.acceptance_length
@@ -319,7 +282,7 @@ class Hours:
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
-        count = max(1, round(max(0, self._passes * made - self._learned_tokens) / made * steps_per_epoch))
+        count = max(1, round(max(0, self._passes * made - self.run.progress.tokens) / made * steps_per_epoch))
         until = 0 if last else self.run.progress.step + count
         return WarmupStableDecay(now, now + longest, until, self.run.progress.train_seconds, self._total, last)
 
@@ -327,7 +290,7 @@ class Hours:
         """Return whether this is the last phase: with `left` seconds, no other portion could be made and learned."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
-        rest = seconds_to_learn(self._journal.made, self._learned_tokens, self._passes, self._rates().learned)
+        rest = seconds_to_learn(self._journal.made, self.run.progress.tokens, self._passes, self._rates().learned)
         seconds = min(rest, LONGEST * left)
         return not self._next_portion(left - seconds - self._evaluation, seconds)[0]
 

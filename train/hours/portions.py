@@ -65,18 +65,8 @@ class Portion:
 
 
 @dataclass
-class Warmup:
-    """The learning phase on text, before the one after the first portion."""
-
-    schedule: WarmupStableDecay
-    tokens: int = 0  # tokens learned
-    acceptance_length: float | None = None  # τ after the phase; None until it is measured
-
-
-@dataclass
 class Journal:
     elapsed: float = 0.0
-    warmup: Warmup | None = None  # None before it begins, and in runs without one
     portions: list[Portion] = field(default_factory=list)
 
     def tokens(self, first: int, end: int | None = None) -> int:

@@ -17,11 +17,11 @@ from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import free_disk
 from eagle_mlx.memory import free_memory, gb
-from eagle_mlx.progress import counted, tokens_per_second
+from eagle_mlx.progress import counted
 from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
-from ..data import choose_states, reading_share, self_file, tokens_to_read
+from ..data import choose_states, self_file
 from ..kinds import KINDS
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
@@ -96,8 +96,6 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
         "disk": f"{gb(heads + checkpoints + on_disk)}: heads {gb(heads)}, states to resume from {gb(checkpoints)}"
         + (f", hidden states {gb(on_disk)}" if on_disk else ""),
     }
-    if config.data.warmup_data:
-        rows["warm-up"] = _warmup(config, tokens[0], measured)
     if not (step.minutes or step.hours or step.max_steps):
         rows["time"] = _time(config, tokens, measured, place == "online")
     elif measured is not None:
@@ -151,30 +149,10 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
     )
 
 
-def _warmup(config: TrainSettings, own: int, measured: Probe | None) -> str:
-    """Describe the text that is learned first, and how a time limit is split between reading and writing."""
-    step, source = config.optimization, ", ".join(config.data.warmup_data)
-    if measured is None and (step.hours or step.minutes):
-        return f"{source}: its part is computed from speeds, which a probe measures when the target is loaded"
-    rate = measured.read if measured is not None else 0.0
-    if measured is None or not step.hours:
-        most = config.data.warmup_tokens or tokens_to_read(config, own, rate)
-        return f"{source}: {most:,} tokens of text, {config.data.warmup_share:.0%} of the training, if there is as much"
-    writing = 1 / (1 / measured.written + step.epochs / measured.learned)
-    hours = step.hours * reading_share(config.data.warmup_share, rate, writing)
-    writes = f"writing and learning conversations at about {tokens_per_second(writing)}"
-    if not hours:
-        return f"none of {source}: {writes} is not much slower than reading text at {tokens_per_second(rate)}"
-    amount = f"{round(3600 * hours * rate):,} tokens of {source}, if there is as much"
-    return f"{hours:.1f} of {step.hours:g} hours to read and learn {amount}; the rest for {writes}"
-
-
 def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online: bool) -> str:
     if measured is None:
         return "measured by a probe when the target is loaded"
     seconds = measured.seconds(tokens[0], config.optimization.epochs, online)
-    if config.data.warmup_data:
-        seconds += tokens_to_read(config, tokens[0], measured.read) / measured.read
     after = ", after the target has written the conversations" if config.data.is_self else ""
     return f"about {timedelta(minutes=1 + seconds // 60)} on this machine{after}: {measured}"
 

@@ -135,11 +135,6 @@ class Probe:
     memory: int  # peak bytes of a step, without the target's weights
     written: float = 0.0  # tokens per second that the target writes; measured only for runs with `hours`
 
-    @property
-    def read(self) -> float:
-        """Tokens per second of text that the target reads and the head learns from once."""
-        return 1 / (1 / self.captured + 1 / self.learned)
-
     def seconds(self, tokens: int, passes: int, online: bool) -> float:
         """Return the seconds to learn from `tokens` tokens. With `online`, each pass captures hidden states again."""
         return tokens * (passes / self.learned + (passes if online else 1) / self.captured)

@@ -20,7 +20,7 @@ from eagle_mlx.errors import CheckpointError, ConfigError, OutputError
 from eagle_mlx.files import check_free, locked, swap, write_whole
 
 from ..config import TrainConfig, flag
-from ..data import Examples, Joined, TrainData, sources_of
+from ..data import TrainData, sources_of
 from . import state
 
 RUN_FILE, REPORT = "run.json", "report.json"
@@ -41,13 +41,12 @@ class Identity:
     adapted: str = ""  # hash of the head that the run adapts; empty if all weights are trained, and saved
 
 
-def data_fingerprint(data: TrainData, warmup: TrainData | None = None) -> str:
+def data_fingerprint(data: TrainData) -> str:
     """Return a hex digest of the lengths of all samples and of the tokens and masks of 256, evenly spread."""
-    samples: Examples = data.samples if warmup is None else Joined([warmup.samples, data.samples])
-    lengths = np.array(samples.lengths, np.int64)
+    lengths = np.array(data.samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())
     for index in np.unique(np.linspace(0, len(lengths) - 1, min(256, len(lengths))).astype(int)):
-        sample = samples[int(index)]
+        sample = data.samples[int(index)]
         digest.update(sample.tokens.tobytes())
         digest.update(sample.loss_mask.tobytes())
     return digest.hexdigest()[:16]

@@ -30,10 +30,10 @@ from ..data import Batches, Piece, Rows, TrainData, count_learned, public_settin
 from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
 from ..kinds import kind_of, merged
 from ..report import write_plots
-from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of, with_warmup
+from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import state
 from .folder import BEST, LAST, REPORT, read_identity, write_identity
-from .start import Setup, first_epoch, new_head, with_vocabulary
+from .start import Setup, new_head, with_vocabulary
 from .state import Bar, Progress, RunCheckpoint, RunState, mean
 
 
@@ -52,10 +52,8 @@ class Result:
     until: float  # second of the run at which its steps ended
 
 
-def train(
-    setup: Setup, data: TrainData, prompts: list[list[int]], warmup: TrainData | None = None, seconds: float = 0.0
-) -> dict[str, Any]:
-    """Train on all data until time, steps or epochs are over, first on the warm-up's text; return the report.
+def train(setup: Setup, data: TrainData, prompts: list[list[int]], seconds: float = 0.0) -> dict[str, Any]:
+    """Train on all data until time, steps or epochs are over; return the report.
 
     The folder gets the heads `best` (highest τ) and `last`, metrics.jsonl, report.json and plots. `prompts` and
     `seconds` are as in `Run`. A signal saves the state and raises Stopped. Raises DataError if there is nothing to
@@ -64,17 +62,11 @@ def train(
     run = Run(setup, data, prompts, seconds)
     if setup.saved is None:
         run.watch.restart()
-    schedule, begin = span_of(run.config, run.batches.steps_per_epoch()), first_epoch(run.config)
-    facts = data.report
-    if warmup is not None:
-        text, facts = setup.batches(warmup), {**facts, **warmup.report}
-        before, schedule = with_warmup(schedule, run.config, text.steps_per_epoch())
+    schedule = span_of(run.config, run.batches.steps_per_epoch())
     with Bar(schedule.seconds, schedule.steps, run.watch.elapsed if schedule.seconds else run.progress.step) as bar:
-        if warmup is not None and run.progress.epoch < begin:
-            run.learn(Phase(text, before, bar))
-        result = run.learn(Phase(run.batches, schedule, bar, begin))
-    learned = run.batches.learned(begin, (run.progress.epoch, run.progress.batch))
-    return run.finish(result.acceptance, run.batches, facts, learned)
+        result = run.learn(Phase(run.batches, schedule, bar))
+    learned = run.batches.learned(0, (run.progress.epoch, run.progress.batch))
+    return run.finish(result.acceptance, run.batches, data.report, learned)
 
 
 class Run:

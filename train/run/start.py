@@ -156,11 +156,6 @@ def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array
     return list(mx.split(features_of(whole, size), len(layers), axis=-1)) if layers else [], last_of(whole, size)
 
 
-def first_epoch(config: TrainSettings) -> int:
-    """Return a plain run's first epoch on its own data. The warm-up has all epochs before."""
-    return config.optimization.epochs + 1 if config.data.warmup_data else 0
-
-
 class Workers:
     """Rank 0's control of the other processes. A single process has none."""
 
@@ -201,7 +196,6 @@ def run_worker(
     head: Head | None,
     world: World,
     stop: Stop,
-    warmup: TrainData | None = None,
 ) -> None:
     """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
     if head is None:
@@ -209,11 +203,10 @@ def run_worker(
     else:
         head = with_vocabulary(head, target, data.kept, config)
     with stop.deferred():
-        step, begin = config.optimization, first_epoch(config)
-        sources = [source.samples for source in (warmup, data) if source]
-        parts = [Batches(samples, step.rows, step.length, config.run.seed, world) for samples in sources]
+        step = config.optimization
+        batches = Batches(data.samples, step.rows, step.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
-        position, stream = (0, 0), parts[0].epoch(0)
+        position, stream = (0, 0), batches.epoch(0)
         try:
             while not world.any(stop.asked):
                 command = world.broadcast()
@@ -223,7 +216,7 @@ def run_worker(
                 epoch, batch, factor = command
                 if position != (epoch, batch):
                     stream.close()
-                    stream = parts[0 if epoch < begin else -1].epoch(epoch, batch)
+                    stream = batches.epoch(epoch, batch)
                 stepper(next(stream), factor)
                 position = (epoch, batch + 1)
         finally:

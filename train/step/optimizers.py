@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -94,17 +94,13 @@ class Cosine:
 
     seconds: float = 0.0  # second of the run at which it is over; 0 if only `steps` counts
     steps: int = 0
-    phase_seconds: float = 0.0  # second at which the current phase is over, if before the end of the run; 0 for the end
-    phase_steps: int = 0  # the same in steps
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return the progress, from 0 to 1, at the start of step `step` after `elapsed` seconds."""
         return elapsed / self.seconds if self.seconds else (step + 0.5) / self.steps
 
     def is_over(self, step: int, elapsed: float) -> bool:
-        if self.phase_steps and step >= self.phase_steps:
-            return True
-        return elapsed >= (self.phase_seconds or self.seconds) if self.seconds else step >= self.steps
+        return elapsed >= self.seconds if self.seconds else step >= self.steps
 
     def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
         """Return the share of the peak learning rate. `warmup` and `final` are as in the settings."""
@@ -157,17 +153,3 @@ def span_of(config: TrainSettings, steps_per_epoch: int) -> Cosine:
     if config.optimization.minutes:
         return Cosine(seconds=60 * config.optimization.minutes)
     return Cosine(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)
-
-
-def with_warmup(span: Cosine, config: TrainSettings, steps_per_epoch: int) -> tuple[Cosine, Cosine]:
-    """Return the schedules of a plain run's warm-up and of the whole run, whose own data alone would take `span`.
-
-    `steps_per_epoch`: steps of one pass over the warm-up's text, of which there are at most `epochs`.
-    """
-    max_steps, share = config.optimization.max_steps, config.data.warmup_share
-    most = config.optimization.epochs * steps_per_epoch
-    if span.seconds:
-        return replace(span, phase_seconds=share * span.seconds, phase_steps=most), span
-    steps = min(most, max(1, round(span.steps * (share if max_steps else share / (1 - share)))))
-    whole = span if max_steps else replace(span, steps=span.steps + steps)
-    return replace(whole, phase_steps=steps), whole
