@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,11 +18,23 @@ from tqdm import tqdm
 from eagle_mlx.blas import one_blas_thread
 from eagle_mlx.cpu import default_streams, make_streams
 from eagle_mlx.errors import OutputError, TargetError
-from eagle_mlx.files import PART
+from eagle_mlx.files import check_free, locked, swap, write_whole
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.shards import MANIFEST, SUFFIX, ShardMeta, ShardReader, ShardWriter, decode, encode
+from eagle_mlx.shards import (
+    MANIFEST,
+    UNFINISHED,
+    Manifest,
+    ShardFile,
+    ShardMeta,
+    ShardReader,
+    ShardWriter,
+    decode,
+    encode,
+    shard_name,
+    unfinished_folder,
+)
 from eagle_mlx.target import Target, fingerprint
 
 from .rendering import Sample
@@ -201,50 +212,12 @@ class ShardPlace(NamedTuple):
     overwrite: bool = False
 
 
-class ShardPlan:
-    """Assigns training conversations to shards, in order of their numbers."""
+class MadeShards:
+    """The hidden states of conversations while they are made: a shard for each, in an unfinished folder."""
 
-    def __init__(self) -> None:
-        self.groups: list[list[int]] = []
-        """Numbers of the conversations in each full shard."""
-        self.dropped: set[int] = set()
-        """Numbers of the tries that are not wanted."""
-        self._open: list[int] = []
-        self._tokens = 0
-
-    def choose(self, number: int, tokens: int) -> None:
-        self._open.append(number)
-        self._tokens += tokens
-        if self._tokens >= TOKENS_PER_SHARD:
-            self.finish()
-
-    def drop(self, number: int) -> None:
-        self.dropped.add(number)
-
-    def finish(self) -> None:
-        if self._open:
-            self.groups.append(self._open)
-            self.write(len(self.groups) - 1)
-        self._open, self._tokens = [], 0
-
-    def write(self, index: int) -> None:
-        """Write a full shard; does nothing here."""
-
-
-class MadeShards(ShardPlan):
-    """Writes examples to shards. Each waits in its own file until its shard is full, so it survives an interruption."""
-
-    def __init__(self, place: ShardPlace, waiting: Path, shards: ShardWriter | None):
-        """Create the writer. `shards` is None if they are complete and only the file of conversations is not."""
-        super().__init__()
-        self._waiting, self._shards = waiting, shards
-        self._meta = replace(place.meta, bits=16)
-
-    @property
-    def whole(self) -> int | None:
-        """Number of complete shards, counted from the first; None for all."""
-        shards = self._shards
-        return None if shards is None else next(index for index in count() if index not in shards.files)
+    def __init__(self, place: ShardPlace, made_from: Mapping[str, str]):
+        self._place, self._made_from = place, made_from
+        self._part = unfinished_folder(place.folder)
 
     def holds(self, number: int) -> bool:
         try:
@@ -253,47 +226,56 @@ class MadeShards(ShardPlan):
         except (OSError, SafetensorError):
             return False
 
-    def keep(self, number: int, sample: Example) -> None:
-        """Keep a sample until its shard is full or it is dropped. Raises OutputError if writing fails."""
+    def keep(self, number: int, example: Example) -> None:
+        """Write an example, on disk when this returns. Raises OutputError if that fails."""
         path = self._file(number)
-        part = path.with_name(path.name + PART)
         try:
-            part.write_bytes(encode([sample], self._meta))  # no fsync: a lost sample is made again
-            part.replace(path)
+            write_whole(path, encode([example], self._place.meta))
         except OSError as e:
             raise OutputError(
                 f"{path} could not be written: {e.strerror or e}; finished rows are kept, so make room and run "
                 "the same command again"
             ) from e
 
-    def drop(self, number: int) -> None:
-        super().drop(number)
-        self._file(number).unlink(missing_ok=True)
-
-    def write(self, index: int) -> None:
-        if self._shards is not None and index not in self._shards.files:
-            files = map(self._file, self.groups[index])
-            self._shards.write(index, [decode(file, slice(None), self._meta) for file in files])
-        for number in self.groups[index]:
-            self._file(number).unlink(missing_ok=True)
+    def finish(self, numbers: Sequence[int]) -> None:
+        """Turn the examples with these numbers, in this order, into a folder of shards, and delete the others."""
+        meta, files = self._place.meta, {number: self._file(number) for number in numbers}
+        entries = [ShardFile.of(n, file.read_bytes(), [decode(file, slice(None), meta)]) for n, file in files.items()]
+        for path in set(self._part.iterdir()).difference(files.values()):
+            path.unlink()
+        write_whole(self._part / MANIFEST, Manifest(meta, tuple(entries), self._made_from).to_json())
+        swap(self._part, self._place.folder.absolute())
 
     def _file(self, number: int) -> Path:
-        return self._waiting / f"{number}{SUFFIX}"
+        return self._part / shard_name(number)
 
 
 @contextmanager
-def open_shards(place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]) -> Iterator[MadeShards]:
-    """Yield the shards; they appear in their folder once the block succeeds. Raises OutputError as ShardWriter does."""
+def open_shards(
+    place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]
+) -> Iterator[MadeShards | None]:
+    """Yield the shards, or None if they are complete and only the file of conversations is not.
+
+    Raises OutputError if the folder exists, or if an interrupted capture for it is of something else.
+    """
     layers = ", ".join(map(str, place.meta.aux_layers))
     made_from = {name: str(value) for name, value in settings.items()}
     made_from |= {"wanted": str(wanted), "layers": layers, "bits": str(place.meta.bits)}
-    waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
     if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
-        yield MadeShards(place, waiting, None)
-    else:
-        with ShardWriter(place.folder, place.meta, made_from, overwrite=place.overwrite) as shards:
-            waiting.mkdir(exist_ok=True)
-            made = MadeShards(place, waiting, shards)
-            yield made
-            made.finish()
-    shutil.rmtree(waiting, ignore_errors=True)
+        yield None
+        return
+    check_free(place.folder, place.overwrite)
+    part = unfinished_folder(place.folder)
+    part.mkdir(parents=True, exist_ok=True)
+    with locked(part):
+        note = part / UNFINISHED
+        if note.exists() and (wrong := Manifest.read(note).differences(made_from)):
+            if not place.overwrite:
+                raise OutputError(
+                    f"{part} has a capture of something else ({wrong}); use the original options, or replace it with "
+                    "--overwrite"
+                )
+            for path in part.iterdir():
+                path.unlink()
+        write_whole(note, Manifest(place.meta, made_from=made_from).to_json())
+        yield MadeShards(place, made_from)

@@ -16,7 +16,7 @@ from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
 from eagle_mlx.target import Target
 
-from ..capturing import MadeShards, ShardPlace, ShardPlan, open_shards
+from ..capturing import MadeShards, ShardPlace, open_shards
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..options import MakeConfig
@@ -74,8 +74,6 @@ class Selection:
     """
 
     wanted: Wanted
-    shards: ShardPlan = field(default_factory=ShardPlan)
-    """Notified of every settled try."""
     rows: list[int] = field(default_factory=list)
     report: MakeReport = field(default_factory=MakeReport)
     settled: int = 0
@@ -123,10 +121,6 @@ class Selection:
         if kept:
             self.seen.add(key)
             self.rows.append(self.settled)
-        if kept and not report.heldout:
-            self.shards.choose(self.settled, report.tokens)
-        else:
-            self.shards.drop(self.settled)
         self.report = self.report.plus(report.counts())
         self.settled += 1
         if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
@@ -160,23 +154,39 @@ def make_to_file(
     """
     settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or MakeLimits()
     with open_partial(output, settings, overwrite) as part:
-        with nullcontext(ShardPlan()) if place is None else open_shards(place, settings, asdict(wanted)) as shards:
-            if isinstance(shards, MadeShards):
-                _forget_lost(wanted, part.done, shards)
-            selection = _replayed(Selection(wanted, shards, seen=set(limits.elsewhere)), part.done)
+        with nullcontext() if place is None else open_shards(place, settings, asdict(wanted)) as shards:
+            if shards is not None:  # what has lost its hidden states is made again
+                for number in [n for n, done in part.done.items() if _learned(done) and not shards.holds(n)]:
+                    del part.done[number]
+            selection = Selection(wanted, seen=set(limits.elsewhere))
+            for number in sorted(part.done):
+                selection.add(number, part.done[number])
             if not selection.full:
-                _make(engine, config, part, selection, limits, progress)
+                _make(engine, config, part, selection, limits, progress, shards)
             if not selection.rows:
                 raise DataError(
                     f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
                     f"{selection.report.failures()}; allow more time"
                 )
+            if shards is not None:
+                shards.finish([number for number in selection.rows if _learned(part.done[number])])
         part.finish_with(selection.rows, overwrite)
     return selection.report
 
 
+def _learned(done: Done) -> bool:
+    """Return whether a try has given a conversation to learn from, which is not held out."""
+    return bool(done.row) and not done.counts.get("heldout")
+
+
 def _make(
-    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: MakeLimits, progress: bool
+    engine: Engine,
+    config: MakeConfig,
+    part: PartialFile,
+    selection: Selection,
+    limits: MakeLimits,
+    progress: bool,
+    shards: MadeShards | None,
 ) -> None:
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)
@@ -203,30 +213,13 @@ def _make(
                 row = as_line(conversation, domain=ended.domain)
                 if conversation.is_held_out:
                     counts["heldout"] = 1
-                if isinstance(selection.shards, MadeShards) and ended.example is not None:
-                    selection.shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
+                elif shards is not None and ended.example is not None:
+                    shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
             part.add(ended.number, key, counts, row)
             selection.add(ended.number, part.done[ended.number])
             shown.update(min(selection.ended[unit], total) - shown.n)
             if selection.full:
                 return
-
-
-def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
-    for number in sorted(done):
-        selection.add(number, done[number])
-    return selection
-
-
-def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> None:
-    """Remove the tries that may be wanted but have lost their hidden states, so that they are made again."""
-    planned = ShardPlan()
-    if _replayed(Selection(wanted, planned), done).full:
-        planned.finish()
-    safe = planned.dropped.union(*planned.groups[: shards.whole])
-    for number in [number for number, row in done.items() if row.row and number not in safe]:
-        if not shards.holds(number):
-            del done[number]
 
 
 def make_once(

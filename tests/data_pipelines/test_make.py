@@ -54,6 +54,7 @@ from eagle_mlx.data_pipelines.synthesis.tries import (
 )
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
+from eagle_mlx.files import write_whole
 from eagle_mlx.hidden_states import Example, in_16_bits, widened
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.capturing import CapturingProposer
@@ -231,7 +232,7 @@ def test_running_tries_stop_when_the_time_is_over(target: Target, whole: bytes, 
     assert all(any(one[: len(row)] == row for one in full) for row in rows if row[0] in [one[0] for one in full])
     if captures:
         assert len(ShardReader(folder)) == len(rows) - report.heldout
-        assert not list(tmp_path.glob("*.waiting"))
+        assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_what_is_done_can_be_made_to_be_enough(
     assert rows == whole.splitlines()[: len(rows)]
     reader = ShardReader(folder)
     assert len(reader) == len(rows) - report.heldout
-    assert not list(tmp_path.glob("*.waiting")) + list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.unfinished")) + list(tmp_path.glob("*.partial"))
 
 
 def test_there_must_be_something_to_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,7 +427,7 @@ def test_what_waits_and_is_lost_is_made_again(
         interrupt_after(12, Stop, patch)
         with pytest.raises(Stop):
             make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
-    waiting = sorted((tmp_path / "shards.waiting").iterdir())
+    waiting = sorted((tmp_path / "shards.unfinished").glob("*.safetensors"))
     waiting[0].write_bytes(waiting[0].read_bytes()[:-9])
     waiting[1].unlink()
     make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
@@ -456,18 +457,20 @@ def test_a_full_disk_keeps_what_is_done(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
-    write, count = Path.write_bytes, 0
+    count = 0
 
-    def full(self: Path, data: bytes) -> int:
+    def full(path: Path, data: bytes) -> None:
         nonlocal count
-        count += self.parent.name == "shards.waiting"
+        count += 1
         if count > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(self, data)
+        write_whole(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(OutputError, match=r"shards.waiting/.* could not be written: No space left.* same command"):
+        patch.setattr("eagle_mlx.data_pipelines.capturing.write_whole", full)
+        with pytest.raises(
+            OutputError, match=r"shards.unfinished/.* could not be written: No space left.* again"
+        ):
             make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
     assert not folder.exists()
     make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
