@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
-from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.disk import DiskTier, snapshot_file
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
@@ -89,7 +89,7 @@ def written(by: em.Engine) -> None:
 
 
 @cache
-def _kept(kind: str, drafts: str) -> tuple[tempfile.TemporaryDirectory[str], list[int]]:
+def _kept(kind: str, drafts: str, block: int) -> tuple[tempfile.TemporaryDirectory[str], list[int]]:
     folder = tempfile.TemporaryDirectory()
     first = engine(Path(folder.name), kind, drafts)
     said = answered(first, TEXT, ends=(SYSTEM,)).tokens
@@ -99,7 +99,7 @@ def _kept(kind: str, drafts: str) -> tuple[tempfile.TemporaryDirectory[str], lis
 
 def with_text(folder: Path, kind: str = "full", drafts: str = "none") -> list[int]:
     """Copy the files of an engine that has generated from TEXT to a folder; return its tokens."""
-    kept, said = _kept(kind, drafts)
+    kept, said = _kept(kind, drafts, snapshot_file.BLOCK)
     shutil.copytree(kept.name, folder, dirs_exist_ok=True)
     return said
 
@@ -109,4 +109,4 @@ def blocks(folder: Path) -> list[Path]:
 
 
 def nbytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
+    return sum(path.stat().st_size for path in folder.glob("*/*.prefix"))

@@ -18,6 +18,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.engine.disk.snapshot_file import BLOCK
 from eagle_mlx.engine.prefix_tree import PrefixTree
 from eagle_mlx.plan import Plan, RoundResult
 from eagle_mlx.request_state import MOST_DRAFT_FAILURES, RequestState
@@ -199,7 +200,7 @@ def test_files_are_written_again_after_the_disk_was_full(tmp_path: Path, monkeyp
     heard, now, seconds = list[str](), time.monotonic, 0.0
     monkeypatch.setattr("time.monotonic", lambda: now() + seconds)
     engine = disk_tier.engine(tmp_path, say=disk_tier.said_of(["No space left on device"], heard))
-    texts = [[number, *disk_tier.TEXT[1:60]] for number in range(8)]
+    texts = [[number, *disk_tier.TEXT[1:140]] for number in range(8)]
 
     def answer(*numbers: int) -> None:
         rows = [engine.prepare(texts[number], GREEDY) for number in numbers]
@@ -241,7 +242,7 @@ def test_a_file_that_could_not_be_opened_is_used_again(tmp_path: Path, monkeypat
     engine.prefixes.capacity = disk_tier.MANY
     while disk_tier.disk(engine).bytes_waiting:
         os.sched_yield()
-    assert disk_tier.answered(engine, text).counts.cached_tokens == len(text) - 2
+    assert disk_tier.answered(engine, text).counts.cached_tokens == BLOCK
     disk_tier.written(engine)
 
 

@@ -1,6 +1,7 @@
-"""The disk tier's safetensors files: what each covers, its name and content, and the properties that must match.
+"""The disk tier's files: what each covers, its name and content, and the properties that must match.
 
-There are blocks of positions, and boundary states: what cannot be cut, so sliding windows and recurrent states.
+There are blocks of positions, and boundary states: what cannot be cut, so sliding windows and recurrent states. A file
+is in safetensors format, followed by a checksum.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -26,62 +26,38 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from eagle_mlx.cache.ragged import KVPiece, RaggedCache
-from eagle_mlx.engine.prefix_tree import Keys, PrefixPiece, common
+from eagle_mlx.engine.prefix_tree import Keys, PrefixPiece
 from eagle_mlx.proposers.base import HeadPiece, Proposer
 from eagle_mlx.target import Target, arrays_of
 
-BLOCK = 256
-"""Positions per file, counted from the start of a text: 38 MB for a 4B model, which disks read at full speed. oMLX and
-mlx-lm's growing caches use this length too."""
-FORMAT = "eagle-mlx-prefix-3"
+BLOCK = 128
+"""Positions per file, counted from the start of a text: 19 MB for a 4B model, which disks read at full speed. Without
+windows and states, the rest of a text is not saved."""
+CHECKSUM = 4  # bytes at the end of a file
+FORMAT = "eagle-mlx-prefix-4"
 """Format version of the files. It is part of the name of a model's folder, so no other version is ever read."""
-COLUMNS = "path, model, kind, parent, start, least, more, shortest, nbytes, checksum"
-"""The columns of a row that `entry_of` reads."""
 _THREADS = min(8, os.cpu_count() or 1)
 """Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Entry:
-    """One file and its row: a block of positions, or the boundary state at one position."""
+    """One file: a block of positions, or the boundary state at one position with those after the last whole block."""
 
     model: str  # the `identity` of all that the content depends on, and the name of the folder
     kind: str  # `block` or `state`
-    parent: str  # the digest of the model, the namespace and all whole blocks before `start`
+    digest: str  # of the model, the namespace and the keys up to `end`
     start: int
-    keys: Keys  # [N], N <= BLOCK: the keys of a block, or the keys from `start` to a state
-    shortest: int = 0  # for a state: the shortest prefix, in positions, that it can be used for
+    end: int
     nbytes: int = 0
-    checksum: int = 0
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.keys)
-
-    @property
-    def least(self) -> Keys:
-        """The keys that a text must have to use this file; nothing for a block, which can be cut anywhere."""
-        return self.keys[: max(0, self.shortest - self.start)]
-
-    @property
-    def more(self) -> Keys:
-        return self.keys[len(self.least) :]
-
-    @cached_property
-    def digest(self) -> str:
-        return digest_of(self.parent, self.keys)
-
-    @cached_property
     def path(self) -> str:
-        return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.safetensors"
+        return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.prefix"
 
-    def covers(self, other: Entry) -> bool:
-        """Return whether this file makes another one with the same parent unnecessary."""
-        longer = self.kind == "block" and common(self.keys, other.keys) == len(other.keys)
-        return longer or self.path == other.path
-
-    def checksum_of(self, content: bytes) -> int:
-        return zlib.crc32(content, zlib.crc32(f"{self.path} {self.parent} {self.shortest}".encode()))
+    def checksum(self, content: bytes | memoryview) -> bytes:
+        """Return the checksum that ends the file, of its content and its name."""
+        return zlib.crc32(content, zlib.crc32(self.path.encode())).to_bytes(CHECKSUM, "little")
 
 
 @dataclass(frozen=True)
@@ -89,7 +65,7 @@ class Match:
     """The longest prefix of a text that the files have."""
 
     length: int
-    blocks: list[Entry]  # they cover these positions, and maybe some after them
+    blocks: list[Entry]
     state: Entry | None  # None if every layer keeps every position
 
     @property
@@ -101,29 +77,19 @@ class Match:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def entries_of(keys: Keys, model: str, namespace: str = "", shortest: int | None = None) -> list[Entry]:
-    """Return the files of a text: its blocks, the last of which may be short, and the state at its end. `shortest`: the
-    shortest prefix that the state can be used for; None if blocks are enough."""
-    entries, parent = list[Entry](), root_of(model, namespace)
-    for start in range(0, len(keys), BLOCK):
-        entries.append(Entry(model, "block", parent, start, keys[start : start + BLOCK]))
-        parent = entries[-1].digest
-    if entries and shortest is not None:
-        last = entries[-1]
-        if len(last.keys) == BLOCK:
-            last = Entry(model, "block", last.digest, last.end, keys[:0])
-        entries.append(replace(last, kind="state", shortest=shortest))
-    return entries
+def blocks_of(keys: Keys, model: str, namespace: str) -> Iterator[Entry]:
+    """Yield the whole blocks of a text."""
+    digest = root_of(model, namespace)
+    for end in range(BLOCK, len(keys) + 1, BLOCK):
+        digest = digest_of(digest, keys[end - BLOCK : end])
+        yield Entry(model, "block", digest, end - BLOCK, end)
 
 
-def entry_of(path: object, fields: Sequence[Any]) -> Entry | None:
-    try:
-        model, kind, parent, start, least, more, *numbers = fields
-        entry = Entry(model, kind, parent, start, np.frombuffer(least + more, np.int64), *numbers)
-        whole = all(isinstance(value, int) and value >= 0 for value in (start, *numbers))
-        return entry if whole and entry.path == path and entry.least.tobytes() == least else None
-    except (TypeError, ValueError):
-        return None
+def states_of(keys: Keys, model: str, namespace: str, blocks: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield the boundary states that may follow these blocks of a text, before the next whole block, the last first."""
+    start, parent = (blocks[-1].end, blocks[-1].digest) if blocks else (0, root_of(model, namespace))
+    for end in range(min(start + BLOCK - 1, len(keys)), max(start, 1) - 1, -1):
+        yield Entry(model, "state", digest_of(parent, keys[start:end]), start, end)
 
 
 def root_of(model: str, namespace: str) -> str:
@@ -171,15 +137,21 @@ def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
     return about, arrays
 
 
-def content_of(piece: PrefixPiece) -> Content:
-    """Return the file content for some positions of a text: the target's keys and values, and the head's."""
+def content_of(piece: PrefixPiece, state: RaggedCache | None = None) -> Content:
+    """Return the file content for some positions of a text: the target's keys and values, and the head's; and for the
+    boundary state after them (`RaggedCache.outline`)."""
     parts, marks = {"target": piece.target.layers}, b""
     if piece.state is not None:
         head = cast(HeadPiece, piece.state)
         parts["head"], marks = head.entries.layers, head.marks
-    counts = {part: list(map(len, layers)) for part, layers in parts.items()}
+    about: dict[str, Any] = {"known": marks.hex(), "layers": {p: list(map(len, layers)) for p, layers in parts.items()}}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
-    return Content.of({"known": marks.hex(), "layers": counts}, named)
+    if state is not None:
+        about |= {"length": state.lengths.upper, "displaced": [window.displaced[0] for window in state.windows]}
+        named |= {f"window.{i}.{j}": x for i, window in enumerate(state.windows) for j, x in enumerate(window.state)}
+        layers = enumerate(state.recurrent)
+        named |= {f"state.{i}.{j}": x for i, of in layers for j, x in enumerate(of.cache) if x is not None}
+    return Content.of(about, named)
 
 
 def cut(content: Content, start: int, end: int) -> Content:
@@ -212,15 +184,6 @@ def _joined(pieces: Sequence[KVPiece]) -> KVPiece:
     """Join each layer; a layer that nothing was written to is empty."""
     written = [[layer for layer in same if layer] for same in zip(*(piece.layers for piece in pieces), strict=True)]
     return KVPiece([[mx.concatenate(list(x), axis=2) for x in zip(*same, strict=True)] for same in written])
-
-
-def content_of_state(state: RaggedCache) -> Content:
-    """Return the file content for a boundary state (`RaggedCache.outline`)."""
-    windows = {f"window.{i}.{j}": x for i, window in enumerate(state.windows) for j, x in enumerate(window.state)}
-    layers = enumerate(state.recurrent)
-    recurrent = {f"state.{i}.{j}": x for i, of in layers for j, x in enumerate(of.cache) if x is not None}
-    displaced = [window.displaced[0] for window in state.windows]
-    return Content.of({"length": state.lengths.upper, "displaced": displaced}, windows | recurrent)
 
 
 def state_from(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,10 +17,12 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import snapshot_file
-from eagle_mlx.engine.disk.database import Database
-from eagle_mlx.engine.disk.snapshot_file import Entry, Match, entries_of, identity
+from eagle_mlx.engine.disk.snapshot_file import CHECKSUM, Content, Entry, Match, blocks_of, identity, states_of
+from eagle_mlx.engine.disk.store import Store
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import disk_bytes, free_disk
+from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target
 
@@ -31,7 +33,7 @@ _TEXTS_AHEAD = 4
 """Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30  # bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s
 _PAUSE_SECONDS = 60.0  # how long to write nothing after a failed write: a full disk rarely has space again at once
-_Job = tuple[Sequence[Entry], Sequence[tuple[Entry, snapshot_file.Content]], int]
+_Job = tuple[Sequence[Entry], Sequence[tuple[Entry, Content]]]
 
 
 class PassedOverError(Exception):
@@ -69,7 +71,8 @@ class DiskTier:
         self._target, self._kv_bits = target, kv_bits
         self._say, self.limit = say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
-        self._database = Database(root, limit, say)
+        self._store = Store(root, limit)
+        self._reported, self._paused_until = False, 0.0
         self._model = identity(target, proposer, kv_bits)
         self.folder = root / self._model
         self.hits = self.tokens = 0  # prompts that continued from files, and positions read for them
@@ -80,13 +83,14 @@ class DiskTier:
         self.bytes_written = self.bytes_waiting = 0  # bytes_waiting: that unwritten texts keep in memory
         self._unwritten: set[str] = set()  # paths of files that are still to be written
         self._lock = threading.Lock()
+        self._write((), ())  # a smaller limit applies from now on
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
         self._thread.start()
 
     @property
     def nbytes(self) -> int:
-        return self._database.nbytes(self._model)
+        return self._store.nbytes(self._model)
 
     @property
     def bytes_ahead(self) -> int:
@@ -94,7 +98,18 @@ class DiskTier:
 
     def find(self, keys: Keys, namespace: str = "") -> Match | None:
         """Return the longest prefix of a text that the files have in a namespace (`Request.namespace`)."""
-        return self._database.find(keys, self._model, namespace, self._positional)
+        blocks = list[Entry]()
+        for block in blocks_of(keys, self._model, namespace):
+            if (size := self._store.size(block.path)) is None:
+                break
+            blocks.append(replace(block, nbytes=size))
+        if self._positional:
+            return Match(blocks[-1].end, blocks, None) if blocks else None
+        for count in range(len(blocks), -1, -1):
+            for state in states_of(keys, self._model, namespace, blocks[:count]):
+                if (size := self._store.size(state.path)) is not None:
+                    return Match(state.end, blocks[:count], replace(state, nbytes=size))
+        return None
 
     def advance(self, match: Match, length: int) -> Match | None:
         """Read some more of a match of which the first `length` positions are in memory; at most STEP_BYTES. Returns
@@ -104,7 +119,7 @@ class DiskTier:
             sizes = accumulate(entry.nbytes for entry in needed)
             later = len(needed) - max(1, sum(size <= STEP_BYTES for size in sizes))
             blocks = match.blocks[: len(match.blocks) - later]
-            return Match(min(match.length, blocks[-1].end), blocks, None)
+            return Match(blocks[-1].end, blocks, None)
         bytes_read, ahead = 0, self._ahead.setdefault(match.state.path, {})
         for entry in needed:
             if entry.path not in ahead:
@@ -121,20 +136,18 @@ class DiskTier:
         about, arrays = {"length": match.length, "displaced": []}, dict[str, mx.array]()
         if match.state is not None:
             about, arrays = self._read(match.state)
+            ahead = self._ahead.setdefault(match.state.path, {})
+            ahead[match.state.path] = snapshot_file.piece_from(about, arrays)
         return snapshot_file.state_from(self._target.model, self._kv_bits, about, arrays)
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
-        """Return positions `start` to `end`. Raises PassedOverError."""
+        """Return positions `start` to `end`, the last of the match. Raises PassedOverError."""
         ahead = self._ahead.pop(match.state.path, {}) if match.state is not None else {}
         pieces = list[PrefixPiece]()
-        for entry in match.blocks:
-            if entry.start < end and entry.end > start:
+        for entry in match.entries:
+            if entry.end > start:
                 piece = ahead.pop(entry.path, None) or self._block(entry)
-                if entry.end > end:
-                    piece = piece.split(end - entry.start)[0]
-                if entry.start < start:
-                    piece = piece.split(start - entry.start)[1]
-                pieces.append(piece)
+                pieces.append(piece.split(start - entry.start)[1] if entry.start < start else piece)
         piece = snapshot_file.joined(pieces)
         mx.eval(piece.arrays)
         return piece
@@ -146,18 +159,19 @@ class DiskTier:
         """Return a file's verified content. Raises PassedOverError."""
         path, damaged = self.folder / entry.path.rpartition("/")[2], False
         try:
-            if not path.is_file() and path.exists():
-                raise OSError("it is not a regular file")
             content = path.read_bytes()
-            if entry.checksum_of(content) == entry.checksum:
-                self.bytes_read += entry.nbytes
-                return snapshot_file.decode(content)
+            if content[-CHECKSUM:] == entry.checksum(memoryview(content)[:-CHECKSUM]):
+                self.bytes_read += len(content)
+                return snapshot_file.decode(content[:-CHECKSUM])
             why, damaged = "its checksum does not match", True
         except OSError as e:
             why = e.strerror or str(e)
         except Exception as e:
             why, damaged = f"it cannot be decoded ({e})", True
-        self._database.drop(entry, damaged)
+        try:
+            self._store.drop(entry.path, damaged)
+        except OSError as e:
+            self._report(e)
         if damaged or path.exists():
             self.passed_over += 1
             self._say(
@@ -177,69 +191,84 @@ class DiskTier:
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
         """Write the whole blocks of a text that the files lack, and `outline`, the boundary state at its end."""
-        shortest = None if self._positional else outline.shortest(0)
-        missing, here = self._database.lacks(entries_of(keys, self._model, past.namespace, shortest))
-        missing = [entry for entry in missing if entry.path not in self._unwritten]
+        entries = list(blocks_of(keys, self._model, past.namespace))
+        if not self._positional:
+            entries.append(next(states_of(keys, self._model, past.namespace, entries)))
+        here = [entry for entry in entries if self._store.size(entry.path) is not None]
+        there = self._unwritten | {entry.path for entry in here}
+        missing = [entry for entry in entries if entry.path not in there]
         if missing and self.bytes_waiting > _WAITING_BYTES:
             self.left_out += 1
             return
-        files = list[tuple[Entry, snapshot_file.Content]]()
+        files = list[tuple[Entry, Content]]()
         if blocks := [entry for entry in missing if entry.kind == "block"]:
             start = blocks[0].start
             content = snapshot_file.content_of(past.piece(start, blocks[-1].end))
             files += [(entry, snapshot_file.cut(content, entry.start - start, entry.end - start)) for entry in blocks]
-        files += [(entry, snapshot_file.content_of_state(outline)) for entry in missing if entry.kind == "state"]
+        if missing and (state := missing[-1]).kind == "state":
+            files.append((state, snapshot_file.content_of(past.piece(state.start, state.end), outline)))
         self._submit(here, files)
 
     def close(self, seconds: float) -> bool:
-        """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""
+        """Wait at most `seconds` for writing to finish; return whether it did."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]] = ()) -> None:
+    def _submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]] = ()) -> None:
         """Have files marked as used, and the missing ones written."""
-        nbytes = sum(content.nbytes for _, content in missing)
         with self._lock:
             self._unwritten |= {entry.path for entry, _ in missing}
-            self.bytes_waiting += nbytes
-        self._jobs.put((used, missing, nbytes))
+            self.bytes_waiting += sum(content.nbytes for _, content in missing)
+        self._jobs.put((used, missing))
 
     def _write_all(self) -> None:
         """Write texts while the engine runs, in the order in which they are submitted. Runs in a thread of its own."""
-        paused_until = 0.0
         while (job := self._jobs.get()) is not None:
-            used, missing, nbytes = job
+            used, missing = job
             try:
-                if time.monotonic() >= paused_until:
-                    self._write(used, missing)
-            except OSError as e:
-                paused_until = time.monotonic() + _PAUSE_SECONDS
-                self._database.report(e)
+                self._write(used, missing)
             except Exception:
                 log.exception("the prefix cache could not write a text")
             finally:
                 with self._lock:
                     self._unwritten -= {entry.path for entry, _ in missing}
-                    self.bytes_waiting -= nbytes
+                    self.bytes_waiting -= sum(content.nbytes for _, content in missing)
                 del job, missing  # while we wait for the next job, its memory is free
-        self._database.close()
 
-    def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]]) -> None:
-        now = self._database.next_use()
-        self._database.touch(used, now)  # first, so that these files stay if space runs out
-        for entry, content in missing:
-            self.bytes_written += self._database.write(entry, content.encode(), now)
+    def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]]) -> None:
+        """Change the files, unless that failed shortly before."""
+        if time.monotonic() < self._paused_until:
+            return
+        new = [(entry.path, partial(_encoded, entry, content)) for entry, content in missing]
+        try:
+            self.bytes_written += self._store.keep([entry.path for entry in used], new)
+            self._reported = False
+        except OSError as e:
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            self._report(e)
+
+    def _report(self, e: OSError) -> None:
+        """Report that nothing can be written, once until something is."""
+        if not self._reported:
+            self._reported = True
+            self._say(
+                f"the prefix cache cannot write to or delete files in {self._store.root} ({e.strerror or e}). It has "
+                f"{gb(self._store.nbytes())} of {gb(self.limit)}, which the server still reads. It tries to write "
+                "again every minute. Check the folder's permissions and free space, or choose another "
+                "--prefix-cache-dir"
+            )
+
+
+def _encoded(entry: Entry, content: Content) -> bytes:
+    encoded = content.encode()
+    return encoded + entry.checksum(encoded)
 
 
 def default_bytes(root: Path) -> int:
     """Return a tenth of the disk, at most half of its free space. Raises ConfigError if it cannot be queried."""
-    there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    own = 0
-    with suppress(OSError):
-        own = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
     try:
-        usage = shutil.disk_usage(there)
+        own = sum(path.stat().st_size for path in root.glob("*/*.prefix"))
+        return min(disk_bytes(root) // 10, (free_disk(root) + own) // 2)
     except OSError as e:
         raise ConfigError(f"--prefix-cache-dir {root} cannot be used: {e.strerror or e}; name another") from e
-    return min(usage.total // 10, (usage.free + own) // 2)
