@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.attention import sliced, tiled
+from eagle_mlx.attention import tiled
 from eagle_mlx.cpu import RopeCache
 
 _ROPE_CACHE = "rope_cache"  # an attribute of hooked RoPE modules
@@ -85,7 +85,7 @@ _OWNERS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 def _hooked(original: type, hooks: frozenset[type[Hook]]) -> type:
     """Return the subclass of a model's class with these hooks; methods are replaced before others are wrapped."""
     kind = original
-    for hook in sorted(hooks, key=lambda hook: (not issubclass(hook, ReplacesAttention), hook.__name__)):
+    for hook in sorted(hooks, key=lambda hook: (hook is not AttendsInTiles, hook.__name__)):
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         kind = type(original.__name__, (hook, kind), {**names, **hook.methods(kind)})
     kind._original, kind._hooks = original, hooks  # type: ignore[attr-defined]
@@ -234,22 +234,19 @@ class BoundedTable(Hook):
         return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
 
 
-# Attention over slices of the queries, on devices on which that is faster.
+# Attention over tiles of a prompt's queries, on a CPU.
 
 _ATTENTION = "scaled_dot_product_attention"  # the name under which each of mlx-lm's model files imports attention
 
 
-class ReplacesAttention(Hook):
-    """A module that calls a replacement of mlx-lm's attention. Copies of its methods have another global."""
-
-    replace: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
-    """Returns the replacement of an attention function."""
+class AttendsInTiles(Hook):
+    """A module that calls `tiled` attention instead of mlx-lm's. Copies of its methods have another global."""
 
     @classmethod
     def methods(cls, kind: type) -> dict[str, Any]:
         methods = {}
         for name, method in _attending(kind).items():
-            names = {**method.__globals__, _ATTENTION: cls.replace(method.__globals__[_ATTENTION])}
+            names = {**method.__globals__, _ATTENTION: tiled(method.__globals__[_ATTENTION])}
             methods[name] = FunctionType(method.__code__, names, name, method.__defaults__, method.__closure__)
             methods[name].__kwdefaults__ = method.__kwdefaults__
         return methods
@@ -261,26 +258,12 @@ def _attending(kind: type) -> dict[str, FunctionType]:
     return {name: x for name, x in methods.items() if _ATTENTION in x.__code__.co_names and _ATTENTION in x.__globals__}
 
 
-class AttendsInSlices(ReplacesAttention):
-    replace = staticmethod(sliced)
-
-
-class AttendsInTiles(ReplacesAttention):
-    replace = staticmethod(tiled)
-
-
-def suit_attention(model: nn.Module, hooks: Hooks) -> None:
-    """Adapt a model's attention to the device: for a verify on Metal, for a prompt on a CPU."""
-    if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        replace_attention(model, hooks, AttendsInSlices)
-    elif mx.default_device() == mx.cpu:
-        replace_attention(model, hooks, AttendsInTiles)
-
-
-def replace_attention(model: nn.Module, hooks: Hooks, hook: type[ReplacesAttention]) -> None:
-    for module in model.modules():
-        if _attending(type(module)):
-            hooks.add(module, hook)
+def tile_attention(model: nn.Module, hooks: Hooks) -> None:
+    """Let a model's attention read prompts in tiles, if it computes on a CPU."""
+    if mx.default_device() == mx.cpu:
+        for module in model.modules():
+            if _attending(type(module)):
+                hooks.add(module, AttendsInTiles)
 
 
 # Calls of layers, which a recurrent state repeats for accepted tokens only.

@@ -73,7 +73,7 @@ class Target:
         self.layers: list[nn.Module] = list(model.layers)
         self._hooks: Hooks | None = Hooks.of(model)
         hooks.place_one_by_one(model, self._hooks)
-        hooks.suit_attention(model, self._hooks)
+        hooks.tile_attention(model, self._hooks)
         self._hooks.add(self._norm, RecordsInput)
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
