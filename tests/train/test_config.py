@@ -166,3 +166,8 @@ def test_what_a_run_uses_has_every_value_chosen(kind: str) -> None:
     for name in chosen:
         with pytest.raises(ConfigError, match=f"{flag(name)} must be "):
             settings.changed(**{name: None})
+
+
+def test_only_heads_of_several_layers_feed_back_the_output() -> None:
+    recycled = [resolve(TrainConfig.of(layers=layers), 64).value("recycle") for layers in (None, 1, 2)]
+    assert recycled == ["normed", "normed", "output"]

@@ -351,7 +351,7 @@ def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:
     first = WarmupStableDecay(begins=50, seconds=80, steps=10, total=1000)
     assert first.factor(0, 50, 0.02, 0.0) == 0
     assert first.factor(0, 60, 0.02, 0.0) == pytest.approx(0.5)
-    assert first.factor(0, 75, 0.02, 0.0) == 1
+    assert first.factor(0, 75, 0.02, 0.0) == first.factor(0, 51, 0.0, 0.0) == 1
     assert first.is_over(10, 60)
     assert first.is_over(3, 80)
     assert not first.is_over(9, 79)
