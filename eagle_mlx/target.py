@@ -115,12 +115,12 @@ class Target:
     @property
     def is_sharded(self) -> bool:
         """Whether other processes have parts of it, so that its model can be used only through `forward`."""
-        return bool(self.rank_waits)
+        return self.ranks > 1
 
     @property
-    def rank_waits(self) -> tuple[float, ...]:
-        """Seconds that each rank has waited for messages; empty without ranks."""
-        return ()
+    def ranks(self) -> int:
+        """The processes that have it or a part of it."""
+        return 1
 
     def close(self) -> None:
         """Remove the hooks from the model, and release other ranks. It may be called twice."""

@@ -1,7 +1,7 @@
 """The processes that `mlx.launch` started, their collective operations, and messages from rank 0 to the other ranks.
 
-A message is one sum over all ranks: rank 0 contributes its text, the others a few numbers, which are their status. A
-second sum carries the rest of a long text. Only the target's layers exchange anything else.
+A message is one sum over all ranks: rank 0 contributes its text, the others whether they were asked to stop. A second
+sum carries the rest of a long text. Only the target's layers exchange anything else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from time import monotonic, sleep
 from typing import Any, NoReturn, Self
 
@@ -29,7 +28,7 @@ _TEXT = 2048
 """Bytes of text in the first sum. A round of 8 rows takes a few hundred, a chunk of a prompt ten thousand."""
 _MAGIC = 0x4EAD
 """The first number of every message. Another number means that the ranks are out of step."""
-_HEADER = 2 + _TEXT // 4  # numbers before the statuses: the magic number, the text's size and its beginning
+_HEADER = 2 + _TEXT // 4  # numbers: the magic number, the text's size and its beginning; then how many ranks shall stop
 _HEARTBEAT = 1.0  # maximum seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one
 REST = 0.02
 """Seconds that all ranks sleep between two messages when idle, because MLX waits without sleeping.
@@ -121,14 +120,6 @@ def sum_over(group: mx.distributed.Group | None, numbers: mx.array) -> mx.array:
     return summed
 
 
-class State(IntEnum):
-    """The status that a rank reports."""
-
-    RUNS = 0
-    WANTS_TO_STOP = 1  # it has received SIGTERM
-    DIFFERS = 2  # its results differ from rank 0's
-
-
 class Channel:
     """A sequence of messages, the same in all ranks; rank 0 calls `send`, the others `receive`.
 
@@ -139,14 +130,10 @@ class Channel:
 
     def __init__(self, world: ProcessGroup, timeout: float = RANK_SECONDS):
         self.world, self.timeout = world, timeout
-        self.state = State.RUNS
+        self.shall_stop = False  # whether this rank has received SIGTERM, which rank 0 then gets, too
         self.on_lost: Callable[[str], None] = end_process
         self.lost: str | None = None  # why the connection is lost; None if it is not
-        self.states = [State.RUNS] * world.size  # what each rank reported with the last message
-        self.waited = [0.0] * world.size
-        """Each rank's seconds of waiting for messages; rank 0's until the others took them. Heartbeats do not count."""
         self.messages = 0
-        self._waited = 0.0
         self._said = monotonic()  # time of rank 0's last message other than a heartbeat
         self.lock = threading.RLock()  # hold it while layers communicate, so that no message comes in between
         self._last = monotonic()  # time of the last message
@@ -197,7 +184,6 @@ class Channel:
         """Exchange one message: every rank gets rank 0's text."""
         if self.lost is not None:
             raise RanksError(self.lost)
-        began = monotonic()
         try:
             numbers = np.array(sum_over(self.world.group, mx.array(self._packed(text))))
             sign, size = int(numbers[0]), int(numbers[1])
@@ -211,11 +197,10 @@ class Channel:
         except RuntimeError as e:
             self.fail(e)
         self._last = monotonic()
-        self._waited += self._last - began if size else 0.0
         self.messages += 1
-        self._read_statuses(numbers[_HEADER:])
-        if self.lost is not None:
-            raise RanksError(self.lost)
+        if self.world.is_rank_zero and numbers[_HEADER] and not self.shall_stop:
+            self.shall_stop = True
+            os.kill(os.getpid(), signal.SIGTERM)
         return head + rest
 
     def fail(self, error: RuntimeError) -> NoReturn:
@@ -224,26 +209,14 @@ class Channel:
         raise RanksError(self.lost) from error
 
     def _packed(self, text: bytes) -> NDArray[np.int32]:
-        """Return the magic number, the text's size and beginning, and each rank's state and milliseconds of waiting."""
-        numbers = np.zeros(_HEADER + 2 * self.world.size, np.int32)
+        """Return the magic number, the text's size and beginning, and whether this rank shall stop."""
+        numbers = np.zeros(_HEADER + 1, np.int32)
         if self.world.is_rank_zero:
             numbers[:2] = _MAGIC, len(text)
             begin = text[:_TEXT]
             numbers[2:_HEADER] = np.frombuffer(begin + bytes(_TEXT - len(begin)), np.int32)
-        own = _HEADER + 2 * self.world.rank
-        numbers[own : own + 2] = self.state, int(1000 * self._waited) & 0x7FFFFFFF
+        numbers[_HEADER] = self.shall_stop
         return numbers
-
-    def _read_statuses(self, numbers: NDArray[np.int32]) -> None:
-        before, self.states = self.states, [State(int(state)) for state in numbers[::2]]
-        self.waited = [int(ms) / 1000 for ms in numbers[1::2]]
-        for rank, (old, new) in enumerate(zip(before, self.states, strict=True)):
-            if not rank or not self.world.is_rank_zero or new == old:
-                continue
-            if new == State.WANTS_TO_STOP:
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif new == State.DIFFERS:
-                self._lose(f"rank {rank}'s results differ from rank 0's; see its output")
 
     def _heartbeat(self) -> None:
         interval, idle = min(_HEARTBEAT, self.timeout / 4), False

@@ -118,11 +118,9 @@ class ServerCollector(Collector):
         yield from _families(_ENGINE, {name: service.engine for name, service in services.items()})
         if disks := {name: loaded.disk for name, loaded in models if loaded is not None and loaded.disk is not None}:
             yield from _families(_DISK, disks)
-        if waits := {name: service.rank_waits for name, service in services.items() if service.rank_waits}:
-            ranks: _Numbers[Sequence[float]] = ((_GAUGE, "eagle:ranks", "Processes that share the model", len),)
-            yield from _families(ranks, waits)
-            named = {name: dict(enumerate(seconds)) for name, seconds in waits.items()}
-            yield _labeled("eagle:rank_wait_seconds", "Time in which a rank waited for messages", "rank", named)
+        if shared := {name: service for name, service in services.items() if service.ranks > 1}:
+            ranks: _Numbers[Service] = ((_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),)
+            yield from _families(ranks, shared)
         for name, text, label, counts in _BY_LABEL:
             yield _labeled(name, text, label, {model: counts(total) for model, total in totals.items()})
         bounds = (*map(str, SECONDS), "+Inf")

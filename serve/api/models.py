@@ -122,7 +122,7 @@ class Models:
     async def unload(self, service: Service) -> None:
         """Unload a model. Raises ApiError 409 while it has requests, or if several machines share it."""
         async with self._turn:
-            if service.rank_waits:
+            if service.ranks > 1:
                 problem = "runs on several machines, so it stays loaded; stop the server instead"
                 raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_shared")
             if not service.idle:

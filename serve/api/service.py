@@ -197,9 +197,9 @@ class Service:
         return sum(call.unfinished for call in self._calls)
 
     @property
-    def rank_waits(self) -> tuple[float, ...]:
-        """Seconds that each rank has waited; empty unless several machines share the model."""
-        return self.engine.target.rank_waits if self.engine else ()
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.engine.target.ranks if self.engine else 1
 
     def admit(self, count: int, client: str = "") -> Call:
         """Admit an HTTP request that needs `count` slots. The model stays loaded for it. Raises ApiError 400 or 429."""

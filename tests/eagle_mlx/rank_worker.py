@@ -29,7 +29,7 @@ from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.load import shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.serve.bench.measure import compare, tolerance_for
+from eagle_mlx.serve.bench.measure import compare
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model
@@ -117,7 +117,7 @@ def differences(
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> list[int]:
     """Return how many texts are equal, equal except for rounding, and different."""
-    same = compare(whole, prompts, texts, found, params, tolerance_for(whole))
+    same = compare(whole, prompts, texts, found, params)
     return [same.identical, same.excused, same.different]
 
 
@@ -255,7 +255,6 @@ def life(world: ProcessGroup, shard: str, name: str, kv_bits: str = "") -> dict[
             "equal": [differences(whole, params, texts, tokens) for tokens in ended],
             "cached": again.cached_tokens,
             "messages": target.channel.messages - before,
-            "waited": target.channel.waited,
         }
 
     return cast(dict[str, Any], led(world, whole_model(name, world.size, **wide), work, shard=shard))
@@ -281,20 +280,6 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
             for request in cancelled:
                 engine.cancel(request)
     return [request.tokens for request in requests]
-
-
-def parted(world: ProcessGroup) -> dict[str, Any]:
-    """One rank reads different embeddings."""
-    model = whole_model("qwen3", world.size)
-    if world.rank == world.size - 1:
-        model.model.embed_tokens.weight = 3 * model.model.embed_tokens.weight
-
-    def work(target: LeadingTarget) -> None:
-        target.on_lost, target.compared = (lambda reason: print(json.dumps({"lost": reason}), flush=True)), 4
-        Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=40, ignore_eos=True))
-
-    led(world, model, work)
-    return {}
 
 
 def idle(world: ProcessGroup) -> dict[str, Any]:
@@ -378,7 +363,7 @@ def faulty(world: ProcessGroup, seed: str, timeout: str, shard: str = "tensor") 
 
 def main() -> None:
     """Run cases in order. Each argument is a case's name and its own arguments, separated by spaces."""
-    world, known = ProcessGroup.init(), (architectures, every_way, given, life, idle, parted, faulty)
+    world, known = ProcessGroup.init(), (architectures, every_way, given, life, idle, faulty)
     cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
     found = {}
     for each in sys.argv[1:]:

@@ -84,7 +84,6 @@ def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_pat
         assert server.complete(1, echo=True, logprobs=1).json()["choices"][0]["logprobs"]["tokens"]
         metrics = server.http.get("/metrics").text
         assert 'eagle:ranks{model_name="target"} 2.0' in metrics
-        assert 'eagle:rank_wait_seconds_total{model_name="target",rank="1"}' in metrics
         kept = server.http.post("/admin/unload", json={"model": "target"})
         assert kept.status_code == 409
         assert "runs on several machines" in kept.json()["error"]["message"]
