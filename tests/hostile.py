@@ -14,7 +14,7 @@ import numpy as np
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
 
 DEPTHS = (1, 2, 3, 5, 8, 20)
@@ -87,7 +87,7 @@ class HostileProposer(Proposer):
         self.fail_by_chance()
         return HostileState(self, [self.sight(prompt[:1] if self.aux_layers else prompt) for prompt in prompts])
 
-    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HostileState:
+    def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HostileState:
         self.fail_by_chance()
         text, hidden = [], list[np.ndarray[Any, Any]]()
         for piece in pieces:

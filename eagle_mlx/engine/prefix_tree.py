@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.cache.ragged import KVPiece, RaggedCache
-from eagle_mlx.proposers.base import ProposerState, StatePiece
+from eagle_mlx.proposers.base import HeadPiece, ProposerState
 
 Keys = NDArray[np.int64]  # [N]: one key per position of a text
 
@@ -26,7 +26,7 @@ class PrefixPiece:
     """The target's and the proposer's state for a range of positions."""
 
     target: KVPiece
-    state: StatePiece | None
+    state: HeadPiece | None
 
     @property
     def arrays(self) -> list[mx.array]:

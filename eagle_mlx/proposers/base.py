@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 
@@ -38,19 +38,9 @@ class Observation:
 DROPPED = 2  # the mark of a position whose entry a draft window has left behind
 
 
-class StatePiece(Protocol):
-    """A proposer's cached state for consecutive positions of a row."""
-
-    @property
-    def arrays(self) -> list[mx.array]: ...
-
-    def split(self, at: int) -> tuple[Self, Self]:
-        """Split into the first `at` positions and the rest. Do not use this piece afterward."""
-
-
 @dataclass(frozen=True)
 class HeadPiece:
-    """A head's cache entries for consecutive positions of a row. The disk tier can save them."""
+    """A proposer's cache entries for consecutive positions of a row, for the prefix cache."""
 
     entries: KVPiece
     marks: bytes  # for each position: 1 if it has an entry, 0 if the head has not read it, or DROPPED
@@ -60,6 +50,7 @@ class HeadPiece:
         return self.entries.arrays
 
     def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
+        """Split into the first `at` positions and the rest. Do not use this piece afterward."""
         first, second = self.entries.split(self.marks.count(1, 0, at))
         return HeadPiece(first, self.marks[:at]), HeadPiece(second, self.marks[at:])
 
@@ -102,7 +93,7 @@ class ProposerState(ABC):
         """Return the number of positions that the row has read; 0 if the prefix cache cannot store them."""
         return 0
 
-    def piece(self, row: int, start: int, end: int) -> StatePiece:
+    def piece(self, row: int, start: int, end: int) -> HeadPiece:
         """Return a copy of the state for positions `start` to `end` of a row, for the prefix cache."""
         raise ProposerError(f"{type(self).__name__} has a length, so it needs the method piece")
 
@@ -146,7 +137,7 @@ class Proposer(ABC):
     memory: Memory | None = None
     """Texts to draft with. The engine adds those of requests that ended."""
     head: DraftHead | None = None
-    """The head that the states depend on, if their pieces are each a `HeadPiece`."""
+    """The head that the states depend on. Without one, they cannot be saved to disk."""
 
     def bind(self, target: Target) -> None:
         """Bind the proposer to a target when the engine is built. Raises an EagleError if the target does not fit."""
@@ -155,7 +146,7 @@ class Proposer(ABC):
     def open(self, prompts: Sequence[Sequence[int]]) -> ProposerState:
         """Return a state for new rows, before the target has read them."""
 
-    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> ProposerState:
+    def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> ProposerState:
         """Return a state of one row that has read the first `length` positions of `prompt`.
 
         The pieces start at position 0 and cover at least `length` positions. At least one more position is read before

@@ -22,7 +22,7 @@ from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
@@ -86,11 +86,10 @@ class HeadProposer(Proposer):
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))
 
-    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HeadState:
-        ours = [piece for piece in pieces if isinstance(piece, HeadPiece)]
-        state, marks = HeadState(self, 1), bytearray(b"".join(piece.marks for piece in ours)[:length])
+    def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HeadState:
+        state, marks = HeadState(self, 1), bytearray(b"".join(piece.marks for piece in pieces)[:length])
         state._marks = [marks]
-        state.cache = state.cache.joined([piece.entries for piece in ours], marks.count(1))
+        state.cache = state.cache.joined([piece.entries for piece in pieces], marks.count(1))
         if self.draft_window is not None:
             state.cache.lengths.dropped = [marks.count(DROPPED)]
             before_gap = marks.count(1, 0, marks.rfind(DROPPED) + 1)  # a sink, or the window of a shorter text, too

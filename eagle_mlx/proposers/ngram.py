@@ -12,7 +12,7 @@ from eagle_mlx.decoding.draft import Draft, chains
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, Trial
-from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.memory import Memory
 from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
 from eagle_mlx.sampling_params import Drafter
@@ -191,7 +191,7 @@ class HybridProposer(Proposer):
     def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
         return HybridState(self.model.open(prompts), self.ngrams.open(prompts))
 
-    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
+    def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
         return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]))
 
 
@@ -252,5 +252,5 @@ class HybridState(ProposerState):
     def length(self, row: int) -> int:
         return self.model.length(row)
 
-    def piece(self, row: int, start: int, end: int) -> StatePiece:
+    def piece(self, row: int, start: int, end: int) -> HeadPiece:
         return self.model.piece(row, start, end)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -142,8 +142,7 @@ def content_of(piece: PrefixPiece, state: RaggedCache | None = None) -> Content:
     boundary state after them (`RaggedCache.outline`)."""
     parts, marks = {"target": piece.target.layers}, b""
     if piece.state is not None:
-        head = cast(HeadPiece, piece.state)
-        parts["head"], marks = head.entries.layers, head.marks
+        parts["head"], marks = piece.state.entries.layers, piece.state.marks
     about: dict[str, Any] = {"known": marks.hex(), "layers": {p: list(map(len, layers)) for p, layers in parts.items()}}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
     if state is not None:
@@ -172,7 +171,7 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
 
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
-    heads = [cast(HeadPiece, piece.state) for piece in pieces if piece.state is not None]
+    heads = [piece.state for piece in pieces if piece.state is not None]
     target = _joined([piece.target for piece in pieces])
     if not heads:
         return PrefixPiece(target, None)
