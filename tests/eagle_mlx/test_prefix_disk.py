@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier, default_bytes
-from eagle_mlx.engine.disk.snapshot_file import blocks_of, states_of
+from eagle_mlx.engine.disk.snapshot_file import blocks_of, state_at
 from eagle_mlx.engine.disk.store import Store
 from eagle_mlx.engine.prefix_tree import PrefixTree, common, keys_of
 from eagle_mlx.errors import ConfigError
@@ -152,8 +152,8 @@ def test_texts_share_the_files_of_what_they_share(tmp_path: Path) -> None:
         prompt = [*prompt, *answered(busy, prompt).tokens, 1, 2, 3]
     answered(busy, [*TEXT[:66], *[9] * 40])
     written(busy)
-    starts = [int(path.name.split("-")[1]) for path in blocks(tmp_path)]
-    assert starts == [0, 32, 64, 64]  # after 64 positions there are two continuations
+    ends = [int(path.name.split("-")[1]) for path in blocks(tmp_path)]
+    assert ends == [32, 64, 96, 96]  # after 64 positions there are two continuations
     assert disk(engine(tmp_path)).nbytes == nbytes(tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_the_longest_prefix_is_found(kind: str, texts: list[list[int]], prompt: 
         store, tier = Store(Path(name), MANY), DiskTier(Path(name), MANY, target(kind))
         for text in map(keys_of, texts):
             entries = list(blocks_of(text, model, ""))
-            entries += [] if kind == "full" else [next(states_of(text, model, "", entries))]
+            entries += [] if kind == "full" else [state_at(len(text), text, model, "", entries)]
             store.keep((), [(entry.path, lambda: b"x") for entry in entries])
             shared = common(text, keys)
             wanted = max(wanted, shared // 4 * 4 if kind == "full" else shared * (shared == len(text)))

@@ -36,7 +36,7 @@ def test_any_changed_byte_of_a_file_or_its_name_changes_the_checksum() -> None:
     whole = Content.of({"said": "so"}, {"x": mx.arange(3)}).encode()
     found = {entry.checksum(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]) for at in range(len(whole))}
     found |= {entry.checksum(whole[:at]) for at in range(len(whole))}
-    changes = {"model": "2" + "0" * 31, "kind": "block", "digest": "2" + "1" * 31, "start": 257}
+    changes = {"model": "2" + "0" * 31, "kind": "block", "digest": "2" + "1" * 31, "end": 301}
     found |= {replace(entry, **{name: value}).checksum(whole) for name, value in changes.items()}  # type: ignore[arg-type]
     assert len(found) >= 2 * len(whole)
     assert entry.checksum(whole) not in found

@@ -14,8 +14,8 @@ from tests.forks import Fork
 MODEL, OTHER = "0" * 32, "1" * 32
 
 
-def path_of(number: int, model: str = MODEL, start: int = 0) -> str:
-    return f"{model}/block-{start:08d}-{number:032x}.prefix"
+def path_of(number: int, model: str = MODEL, end: int = 128) -> str:
+    return f"{model}/block-{end:08d}-{number:032x}.prefix"
 
 
 def put(store: Store, number: int, size: int, model: str = MODEL) -> int:
@@ -120,7 +120,7 @@ def test_uses_are_in_order_whatever_the_clock_says(tmp_path: Path, monkeypatch: 
 
 
 def test_the_first_positions_of_a_text_stay_longest(tmp_path: Path) -> None:
-    paths = [path_of(1, start=start) for start in (0, 128, 256)]
+    paths = [path_of(1, end=end) for end in (128, 256, 384)]
     Store(tmp_path, 1000).keep((), [(path, lambda: b"x" * 300) for path in paths])
     for left in (2, 1, 0):
         store = Store(tmp_path, 300 * left)
@@ -138,3 +138,12 @@ def test_a_file_that_was_dropped_is_not_found_until_it_is_written_again(tmp_path
     assert nbytes(tmp_path) == 100
     for number in (0, 1):
         assert put(store, number, 50) == store.size(path_of(number)) == 50
+
+
+def test_states_are_told_by_their_ends_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1000)
+    assert store.states(MODEL) == set()
+    paths = [path_of(number, end=end).replace("block", "state") for number, end in enumerate((5, 300, 300))]
+    store.keep((), [(path, lambda: b"x") for path in (*paths, path_of(9, end=7))])
+    (tmp_path / MODEL / "state-of-mine").touch()
+    assert store.states(MODEL) == {5, 300}

@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def path(self) -> str:
-        return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.prefix"
+        return f"{self.model}/{self.kind}-{self.end:08d}-{self.digest}.prefix"
 
     def checksum(self, content: bytes | memoryview) -> bytes:
         """Return the checksum that ends the file, of its content and its name."""
@@ -85,11 +85,11 @@ def blocks_of(keys: Keys, model: str, namespace: str) -> Iterator[Entry]:
         yield Entry(model, "block", digest, end - BLOCK, end)
 
 
-def states_of(keys: Keys, model: str, namespace: str, blocks: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the boundary states that may follow these blocks of a text, before the next whole block, the last first."""
-    start, parent = (blocks[-1].end, blocks[-1].digest) if blocks else (0, root_of(model, namespace))
-    for end in range(min(start + BLOCK - 1, len(keys)), max(start, 1) - 1, -1):
-        yield Entry(model, "state", digest_of(parent, keys[start:end]), start, end)
+def state_at(end: int, keys: Keys, model: str, namespace: str, blocks: Sequence[Entry]) -> Entry:
+    """Return the boundary state after `end` positions of a text with these whole blocks."""
+    start = end // BLOCK * BLOCK
+    parent = blocks[start // BLOCK - 1].digest if start else root_of(model, namespace)
+    return Entry(model, "state", digest_of(parent, keys[start:end]), start, end)
 
 
 def root_of(model: str, namespace: str) -> str:

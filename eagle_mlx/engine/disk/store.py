@@ -41,6 +41,13 @@ class Store:
             return status.st_size if stat.S_ISREG(status.st_mode) and path not in self._ignored else None
         return None
 
+    def states(self, model: str) -> set[int]:
+        """Return the ends of all boundary states of a model."""
+        with suppress(OSError):
+            names = [entry.name for entry in os.scandir(self.root / model)]
+            return {int(name[6:14]) for name in names if name.startswith("state-") and name[6:14].isdecimal()}
+        return set()
+
     def drop(self, path: str, damaged: bool) -> None:
         """Stop using a file, and delete it if it is damaged. Raises OSError."""
         self._ignored.add(path)
@@ -76,7 +83,7 @@ class Store:
             return written
 
     def _files(self) -> dict[str, tuple[int, int, int]]:
-        """Return each file's last use, minus its first position, and its bytes. Files of killed processes go."""
+        """Return each file's last use, minus its last position, and its bytes. Files of killed processes go."""
         files = {}
         for folder in os.scandir(self.root):
             for entry in os.scandir(folder) if folder.is_dir() else ():

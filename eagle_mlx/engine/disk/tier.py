@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import snapshot_file
-from eagle_mlx.engine.disk.snapshot_file import CHECKSUM, Content, Entry, Match, blocks_of, identity, states_of
+from eagle_mlx.engine.disk.snapshot_file import CHECKSUM, Content, Entry, Match, blocks_of, identity, state_at
 from eagle_mlx.engine.disk.store import Store
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
@@ -105,10 +105,11 @@ class DiskTier:
             blocks.append(replace(block, nbytes=size))
         if self._positional:
             return Match(blocks[-1].end, blocks, None) if blocks else None
-        for count in range(len(blocks), -1, -1):
-            for state in states_of(keys, self._model, namespace, blocks[:count]):
-                if (size := self._store.size(state.path)) is not None:
-                    return Match(state.end, blocks[:count], replace(state, nbytes=size))
+        most = min(len(keys), snapshot_file.BLOCK * (len(blocks) + 1) - 1)
+        for end in sorted(self._store.states(self._model) & set(range(1, most + 1)), reverse=True):
+            state = state_at(end, keys, self._model, namespace, blocks)
+            if (size := self._store.size(state.path)) is not None:
+                return Match(end, blocks[: state.start // snapshot_file.BLOCK], replace(state, nbytes=size))
         return None
 
     def advance(self, match: Match, length: int) -> Match | None:
@@ -193,7 +194,7 @@ class DiskTier:
         """Write the whole blocks of a text that the files lack, and `outline`, the boundary state at its end."""
         entries = list(blocks_of(keys, self._model, past.namespace))
         if not self._positional:
-            entries.append(next(states_of(keys, self._model, past.namespace, entries)))
+            entries.append(state_at(len(keys), keys, self._model, past.namespace, entries))
         here = [entry for entry in entries if self._store.size(entry.path) is not None]
         there = self._unwritten | {entry.path for entry in here}
         missing = [entry for entry in entries if entry.path not in there]
