@@ -468,9 +468,7 @@ def test_a_full_disk_keeps_what_is_done(
 
     with monkeypatch.context() as patch:
         patch.setattr("eagle_mlx.data_pipelines.capturing.write_whole", full)
-        with pytest.raises(
-            OutputError, match=r"shards.unfinished/.* could not be written: No space left.* again"
-        ):
+        with pytest.raises(OutputError, match=r"shards.unfinished/.* could not be written: No space left.* again"):
             make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
     assert not folder.exists()
     make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))

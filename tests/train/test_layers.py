@@ -13,7 +13,8 @@ TRAIN = ROOT / "train"
 
 def listed() -> list[str]:
     """Return the files and folders of train/ in the document."""
-    tree = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("## The order of `train/`")[1].split("```")[1]
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    tree = page.split("## The order of `train/`")[1].split("```")[1]
     return re.findall(r"^train/(\w+)(?:\.py|/)$", tree, re.MULTILINE)
 
 
