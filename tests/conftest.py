@@ -39,8 +39,8 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from collections.abc import Iterator
-from copy import deepcopy
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -64,6 +64,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
 
+if not FULL:  # no test cuts the power, and waiting for the disk took a tenth of some files' time
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
 gc.disable()  # until all tests are collected: imports are never freed, and scanning them took a fifth of that time
 
 
@@ -74,21 +77,25 @@ def pytest_collection_finish() -> None:
     if FULL:
         return
     for name, remember in (
-        ("eagle_mlx.data_pipelines.sources.stdlib", _remember_functions),
+        ("eagle_mlx.data_pipelines.sources.stdlib", _shorten_library),
         ("mlx_lm.utils", _remember_tokenizers),
     ):
         if name in sys.modules:
             remember(sys.modules[name])
 
 
-def _remember_functions(library: ModuleType) -> None:
-    """Parse each file of Python's library at most once: every run with `builtin:python` would take a second for it."""
-    parse = library.functions_of
+def _shorten_library(library: ModuleType) -> None:
+    """Read 60 files of each split of Python's library, and each once: every run with `builtin:python` would take two
+    seconds for all."""
+    files, parse = library.iter_files, library.functions_of
+    library.iter_files = cache(lambda split: list(islice(files(split), 60)))
     library.functions_of = cache(lambda file: list(parse(file)))
 
 
 def _remember_tokenizers(utils: ModuleType) -> None:
-    """Copy tokenizers that were read from the same files: that takes a quarter of the time."""
+    """Copy tokenizers that were read from the same files, in a twentieth of the time."""
+    from tests.fakes import copied
+
     load, loaded = utils._load_tokenizer, dict[Any, Any]()
 
     def remembered(folder: Path, *settings: Any, **more: Any) -> Any:
@@ -99,7 +106,7 @@ def _remember_tokenizers(utils: ModuleType) -> None:
             loaded[key] = load(folder, *settings, **more)
             if len(loaded) > 16:
                 del loaded[next(iter(loaded))]
-        tokenizer = deepcopy(loaded[key])
+        tokenizer = copied(loaded[key])
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
         return tokenizer
 
@@ -114,14 +121,18 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands try a head on fewer tokens, unless in full or if the trial itself is tested.
+def _short_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands try a head on fewer tokens, and measure one step before a run, unless in full or if that is tested.
 
-    The tests' heads are random, so a trial of 64 tokens takes 64 rounds, and most of a command's time.
+    The tests' heads are random, so a trial of 64 tokens takes 64 rounds, and most of a command's time. Measuring takes
+    a third of a tiny run.
     """
-    trial = sys.modules.get("eagle_mlx.head_check")
-    if trial is not None and not FULL and request.path.name != "test_head_check.py":
-        monkeypatch.setattr(trial, "TOKENS", 8)
+    for module, name, value, tests in (
+        ("eagle_mlx.head_check", "TOKENS", 8, "test_head_check.py"),
+        ("eagle_mlx.train.plan.memory", "LONG", 0.0, "test_bound_and_probe.py"),
+    ):
+        if module in sys.modules and not FULL and request.path.name != tests:
+            monkeypatch.setattr(sys.modules[module], name, value)
 
 
 @pytest.fixture(autouse=True)

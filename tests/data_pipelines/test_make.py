@@ -566,7 +566,7 @@ def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
 def test_a_first_turn_begins_with_one_of_the_openings(target: Target, tmp_path: Path) -> None:
     openings = ("Who wrote", "Translate into English:", "Anna has 3")
     config = replace(CONFIG, domains=(Domain("begun", 1.0, "system words", openings), Domain("any", 1.0)))
-    make_to_file(Engine(target, max_batch=5), config, Wanted(rows=32), tmp_path / "own.jsonl")
+    make_to_file(Engine(target, max_batch=5), config, Wanted(rows=24), tmp_path / "own.jsonl")
     rows = [json.loads(line)["messages"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
     begun = [row for row in rows if row[0]["content"].startswith(openings)]
     assert {o for o in openings for row in begun if row[0]["content"].startswith(o)} == set(openings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Forward
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import length_of, randomize, tiny_target
-from tests.full import some
+from tests.full import in_full, some
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
 CACHES = {"full": DRAFT}
@@ -127,7 +128,7 @@ def test_a_cached_prefix_is_not_read_again(cache: str, with_ngrams: bool, reads:
         for nbytes in (0, 1 << 20)
     )
     text = [3 + 7 * i % 90 for i in range(120)]
-    for turn in range(3):
+    for turn in range(in_full(3, 2)):
         wanted = cold.generate([text], params)[0]
         reads.clear()
         got = warm.generate([text], params)[0]
@@ -295,6 +296,7 @@ def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
     target, draft = tiny_target(tokenizer=True), tiny_target(tokenizer=True, layers=2)
     em.Engine(target, em.DraftModelProposer(draft))
     assert draft.tokenizer is not None
+    draft.tokenizer = deepcopy(draft.tokenizer)
     draft.tokenizer.eos_token_ids = {7}
     with pytest.raises(TargetError, match=r"tokens that end a turn: \[7\] and "):
         em.Engine(target, em.DraftModelProposer(draft))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """
     if not FULL and "pictures" not in request.fixturenames:
         monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
-
-
-@pytest.fixture(autouse=True)
-def _short_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs measure one step before they begin, unless in full or if that is tested: a third of a tiny run."""
-    if not FULL and request.path.name != "test_bound_and_probe.py":
-        monkeypatch.setattr(import_module("eagle_mlx.train.plan.memory"), "LONG", 0.0)
 
 
 @pytest.fixture
