@@ -7,8 +7,11 @@ import re
 import runpy
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from eagle_mlx.train.run import loop
@@ -75,10 +78,17 @@ def test_an_own_proposer_drafts_and_leaves_the_text_unchanged(
 
 
 class Forked(Fork):
-    """The server of an example, which starts in milliseconds."""
+    """The server of an example, which starts in milliseconds and is ready: the client waits longer after each try."""
 
     def __init__(self, command: list[str]):
         super().__init__(*command[2:])
+        address = f"http://127.0.0.1:{command[command.index('--port') + 1]}/health"
+        ready = False
+        while not ready:
+            assert self.poll() is None, self.communicate()
+            with suppress(httpx.TransportError):
+                ready = httpx.get(address).status_code == 200
+            time.sleep(0.02)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

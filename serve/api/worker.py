@@ -35,7 +35,7 @@ _DIED = "the engine's thread died"
 
 TIME = "time"
 """`Output.cut_off` of a request that took too long."""
-_EXIT_SECONDS = 4.0
+EXIT_SECONDS = 4.0
 """Time to send errors after the engine is lost; then the process exits."""
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 
@@ -358,7 +358,7 @@ class Worker:
 
 
 def _exit_soon() -> None:
-    last = Timer(_EXIT_SECONDS, os._exit, [1])
+    last = Timer(EXIT_SECONDS, os._exit, [1])
     last.daemon = True
     last.start()
 

@@ -32,10 +32,10 @@ NOTHING = "\u2013"
 GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
 HASTE = """{
   const wait = setTimeout, now = performance.now.bind(performance);
-  setTimeout = (next, ms) => wait(next, ms / 5);
-  performance.now = () => 5 * now();
+  setTimeout = (next, ms) => wait(next, ms / 10);
+  performance.now = () => 10 * now();
 }"""
-"""Makes five seconds of the page's own clock pass in one."""
+"""Makes ten seconds of the page's own clock pass in one."""
 
 
 @pytest.fixture(scope="module")

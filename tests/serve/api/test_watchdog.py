@@ -131,6 +131,7 @@ def test_reading_a_prompt_may_take_longer() -> None:
 def test_a_stuck_server_can_end_for_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr("eagle_mlx.serve.api.worker.EXIT_SECONDS", 0.2)
     with live(settings=wide(exit_when_stuck=True)) as server, stopped(server) as (clock, answer):
         clock.now = LIMIT + 1
         assert answer.result(20).status_code == 500
