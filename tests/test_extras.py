@@ -157,7 +157,9 @@ def test_only_what_is_used_is_asked_for(hidden: list[str], commands: dict[str, t
 
 
 def test_without_extras_data_are_read_and_heads_are_published(tmp_path: Path) -> None:
-    inspect = ("eagle-data", "inspect", "builtin:python", "--limit", "1", "--histogram", "0")
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"prompt": "add", "completion": "def add(x): ..."}\n')
+    inspect = ("eagle-data", "inspect", str(data), "--limit", "1", "--histogram", "0")
     publish = ("eagle-publish", str(ROOT / "checkpoints" / "head"), "--repo", "a/b", "--license", "mit", "--dry-run")
     ended = run_without(HIDDEN, inspect, (*publish, "--base-model", "a/c"))
     assert ended.returncode == 0, ended.stderr

@@ -28,8 +28,8 @@ from tests.full import FULL, in_full
 ENGINE = str(Path(em.__file__).parent / "engine")
 ERRORS: list[type[BaseException]] = [KeyboardInterrupt, MemoryError]
 Line = tuple[str, int]
-SAMPLE, PARTS = 120, 8
-"""Without EAGLE_FULL, one of 120 lines of each scenario is tried. With it all are, in 8 tests."""
+SAMPLE, PARTS = 160, 8
+"""Without EAGLE_FULL, one of 160 lines of each scenario is tried. With it all are, in 8 tests."""
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 90, n)] for n in (5, 70, 17, 40, 33)]
 GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)

@@ -24,7 +24,7 @@ def prompts(target: Target, count: int = 3) -> list[list[int]]:
     return [rng.integers(4, target.vocab_size, 1 + 3 * length).tolist() for length in range(count)]
 
 
-def check_rounds(target: Target, proposer: Proposer, depth: int = DEPTH, tokens: int = 24) -> int:
+def check_rounds(target: Target, proposer: Proposer, depth: int = DEPTH, tokens: int = 12) -> int:
     """Compare the rounds along recorded answers with those of real decoding; return the accepted draft tokens.
 
     The second answer is a hot sample, in which the noise that target and drafts share decides most tokens.

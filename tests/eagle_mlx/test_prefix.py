@@ -22,7 +22,7 @@ TARGET = tiny_target(vocab=16)
 HEAD = tiny_head(TARGET)
 LONG = [(7 * i * i + 3 * i) % 16 for i in range(120)]
 MANY = 1 << 30
-GREEDY = em.SamplingParams(max_tokens=20)
+GREEDY = em.SamplingParams(max_tokens=in_full(20, 12))
 THRESHOLD = replace(GREEDY, temperature=1.0, seed=1, acceptance="threshold", threshold=0.05)
 
 

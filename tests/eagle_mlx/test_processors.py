@@ -32,12 +32,12 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.text import IncrementalText, StopStrings
 from tests import grammars
 from tests.fakes import RowsState, tiny_head, tiny_target
-from tests.full import FULL, diagonal, some
+from tests.full import FULL, diagonal, in_full, some
 
 TARGET = tiny_target()
 VOCAB = TARGET.vocab_size
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 7, 8, 7, 8, 7], [100, 3]]
-LENGTH = 20
+LENGTH = in_full(20, 14)
 Array = np.ndarray[Any, Any]
 
 

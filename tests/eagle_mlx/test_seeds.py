@@ -22,7 +22,7 @@ TARGET = tiny_target()
 RNG = np.random.default_rng(1)
 COUNT = in_full(20, 6)
 PROMPTS = [[int(t) for t in RNG.integers(3, 128, int(RNG.integers(1, 40)))] for _ in range(COUNT)]
-LENGTH = 20
+LENGTH = in_full(20, 14)
 
 
 def params_of(index: int) -> em.SamplingParams:

@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(models: Path, *more: str) -> list[str]:
     named = ("--target", str(models / "target"), "--prompts", str(models / "prompts.jsonl"))
-    return [*named, "--temperature", "2", "--max-tokens", "24", "--quiet", *more]
+    return [*named, "--temperature", "2", "--max-tokens", "12", "--quiet", *more]
 
 
 def test_the_figures_are_those_of_eagle_bench_to_the_last_digit(

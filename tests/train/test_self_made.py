@@ -27,7 +27,7 @@ from tests.train.empty_pictures import leave_empty_pictures
 TOKENS = 200
 SMALL = [
     *("--self-tokens", str(TOKENS), "--head", "eagle", "--length", "64", "--max-length", "64", "--rows", "2"),
-    *("--max-steps", "2", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"),
+    *("--max-steps", "2", "--eval-prompts", "1", "--eval-tokens", "4", "--eval-depth", "2"),
 ]
 
 

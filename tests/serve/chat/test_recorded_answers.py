@@ -18,7 +18,7 @@ from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import CheckResult, Observation, ParsedToolCall, ParseResult, Status
 
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, whole_calls
-from tests.full import in_full
+from tests.full import in_full, in_turn
 from tests.serve.chat.formats import ADDED, THINK_TAGS, TOOL_TAGS, format_with_template
 from tests.serve.chat.test_call_formats import FAMILIES, loop
 
@@ -105,20 +105,20 @@ STRATEGIES = [
 ]
 
 
-def streams_of(fixture: Fixture) -> tuple[ChatFormat, dict[str, list[str]]]:
-    """Return the format of an answer's model, and the parts of the answer in each way of cutting it."""
+def streams_of(fixture: Fixture, number: int) -> tuple[ChatFormat, dict[str, list[str]]]:
+    """Return the format of an answer's model, and its parts in each way of cutting it, or in some of them in turn."""
     template, tags = model_of(fixture)
     parts, whole = units(fixture.raw_output, tags), fixture.raw_output
     assert "".join(parts) == whole
     return format_with_template(template, tags), {
         way.id: ["".join(group) for group in split(list(whole) if way.kind == "char" else parts, way, set(tags))]
-        for way in STRATEGIES
+        for way in in_turn(STRATEGIES, number % 3, of=3)
     }
 
 
 @cache
 def answers() -> list[tuple[Fixture, ChatFormat, dict[str, list[str]]]]:
-    return [(fixture, *streams_of(fixture)) for fixture in load_fixtures(None)]
+    return [(fixture, *streams_of(fixture, number)) for number, fixture in enumerate(load_fixtures(None))]
 
 
 def checked(fixture: Fixture, format: ChatFormat, streams: dict[str, list[str]]) -> list[CheckResult]:
