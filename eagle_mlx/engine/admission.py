@@ -188,7 +188,7 @@ class Admission:
         if not self.waiting.lines:
             return []
         turn, gone = next(iter(self.waiting)), list[RequestState]()
-        if self.prefills and self._steps(turn.length) >= min(self._steps(prefill.left) for prefill in self.prefills):
+        if self.prefills and turn.length > self._passing(self._now):
             return []  # its prefill would not start now
         room -= len(self.prefilling)
         while room + len(gone) < 1 or not self._fits(turn, gone):
@@ -233,9 +233,17 @@ class Admission:
             return self._admit(room, chunk)
         if not self._others_are_due:
             return Read(self.prefills[0], chunk)
-        shortest = min(self.prefills, key=lambda prefill: prefill.left)
-        shorter = chunk * (-(-shortest.left // chunk) - 1)  # what needs fewer chunks
-        return (self._admit(room, chunk, shorter) if shorter > 0 else None) or Read(shortest, chunk)
+        shorter = self._passing(chunk)
+        entering = self._admit(room, chunk, shorter) if shorter else None
+        return entering or Read(min(self.prefills, key=lambda prefill: prefill.left), chunk)
+
+    def _passing(self, chunk: int) -> int:
+        """Return the length of the longest prompt whose prefill may start now, before the others end: it needs fewer
+        chunks than they do, or if one chunk is left, fewer positions. None may right after another of them."""
+        if not self._others_are_due:
+            return 0
+        left = min(prefill.left for prefill in self.prefills)
+        return max(0, chunk * (-(-left // chunk) - 1) or left - 1)
 
     def read(self, work: Read) -> int:
         """Read a chunk of prompts. Return the number of positions."""
@@ -302,10 +310,6 @@ class Admission:
 
     def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
         return self.budget.fits([*(row for row in self.budget.admitted if row not in gone), request])
-
-    def _steps(self, positions: int) -> int:
-        """Return the number of chunks of the current size for this many positions."""
-        return max(1, -(-positions // self._now))
 
     def take(self, request: RequestState) -> None:
         self.waiting.take(request, self._fits)

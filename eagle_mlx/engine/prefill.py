@@ -9,6 +9,7 @@ import mlx.core as mx
 from eagle_mlx.blas import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
+from eagle_mlx.plan import LEAST_CHUNK
 from eagle_mlx.proposers.base import Observation
 
 
@@ -33,10 +34,12 @@ class Prefill:
     def step(self, chunk: int) -> None:
         """Read the next positions of each prompt without its last token, which the first round reads.
 
-        Reads at most `chunk` positions, including padding, but at least one of each prompt. Forwards end at the
-        snapshots of recurrent states; other snapshots are taken after a forward.
+        Reads at most `chunk` positions, including padding, but at least one of each prompt. What is left is divided
+        evenly, because others wait for a whole chunk and for the last one. Forwards end at the snapshots of recurrent
+        states; other snapshots are taken after a forward.
         """
-        rows, longest, room = len(self._texts), max(map(len, self._texts)) - 1, chunk
+        rows, longest = len(self._texts), max(map(len, self._texts)) - 1
+        chunk = room = min(chunk, max(LEAST_CHUNK, rows * evenly(longest - self._read, chunk // rows)))
         while self._read < longest and (room == chunk or room >= rows):
             width = min(max(1, room // rows), self._next_stop() - self._read)
             self._read_chunk(width)
@@ -78,6 +81,12 @@ class Prefill:
         batch.cache.sync(ends)
         with prompt_threads():
             mx.eval(batch.cache.state)
+
+
+def evenly(total: int, most: int) -> int:
+    """Return the size of the largest part if a total is divided evenly into as few parts of at most `most` as possible,
+    but of at least 1."""
+    return -(-total // max(1, -(-total // max(1, most))))
 
 
 def stops(boundaries: Sequence[int], prompt: int, cached: int = 0) -> list[int]:

@@ -62,6 +62,31 @@ def test_a_short_prompt_is_read_between_two_chunks_of_a_long_one(client: str) ->
     assert long.tokens == engine().generate([TEXT[:300]], em.SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens
 
 
+@pytest.mark.parametrize("places", [4, 2])
+def test_a_short_prompt_does_not_wait_for_the_last_chunk_of_a_long_one(places: int) -> None:
+    """Nor for a place, if another client has all of them."""
+    busy = engine(max_batch=places)
+    submit(busy, 5, "many", tokens=50)
+    busy.step()
+    long = submit(busy, 2 * CHUNK + 1, "many", at=50)
+    busy.step()
+    short = submit(busy, 4, "one", at=100)
+    assert steps_until(busy, short) == 1
+    assert not long.tokens
+    pauses = busy.pauses
+    submit(busy, 4, "another", at=200)
+    assert steps_until(busy, long) == 1, "two short prompts passed it in a row"
+    assert busy.pauses == pauses, "a row was paused for a prompt that was not read then"
+    finish(busy)
+
+
+def test_a_prompt_of_several_chunks_is_divided_evenly(positions_read: list[int]) -> None:
+    """Another's short prompt waits for a whole chunk at most, and a last chunk of few tokens costs a step."""
+    busy = em.Engine(TARGET, prefill_chunk=300)
+    busy.generate([TEXT[:400]] * 2, em.SamplingParams(max_tokens=1))
+    assert [count for count in positions_read if count > 2] == [200, 199, 200, 199]
+
+
 def test_a_long_prompt_takes_at_most_twice_as_many_steps() -> None:
     busy = engine(max_batch=3)
     long = submit(busy, 200)
