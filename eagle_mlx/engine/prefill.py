@@ -80,7 +80,7 @@ class Prefill:
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
         with prompt_threads():
-            mx.eval(batch.cache.state)
+            mx.eval([cache.state for cache in batch.caches])
 
 
 def evenly(total: int, most: int) -> int:

@@ -29,6 +29,9 @@ _MOST_UNREAD = 32
 """Maximum tokens per row left unread while nothing is drafted, and the number read at once then, a short forward in 32
 plain rounds. A draft reads as many of each row in any batch."""
 
+_PAUSE = 8
+"""Rounds without a draft after which a new prompt is no longer read at once. Exploring plain decoding takes four."""
+
 
 class DraftModelProposer(Proposer):
     """Drafts with a whole model, usually a smaller one of the target's family (Leviathan et al. 2023, section 2).
@@ -46,6 +49,7 @@ class DraftModelProposer(Proposer):
         self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))
         self.is_positional = RaggedCache.of(draft.model, 1).is_positional
         self.vocab_size = draft.vocab_size
+        self.plain_rounds = _PAUSE  # since the last draft for any row
         self._warned = False
 
     def bind(self, target: Target) -> None:
@@ -88,10 +92,11 @@ class _RowText:
 class DraftModelState(ProposerState):
     """The draft model's cache, and what it has read of each row.
 
-    A row is read when a round first drafts for it, so a model that never drafts costs nothing. Long texts take several
-    rounds, in which the row does not draft. Accepted tokens stay in the cache; the last one of a draft has not been
-    read, so after full acceptance two tokens are unread. A recurrent state returns to where it was before the draft,
-    and the next draft reads the accepted tokens again in its first forward.
+    A prompt is read with the target if other rows draft now: later, it would be read with their next tokens, padded to
+    its length. Otherwise, a row is read when a round first drafts for it, so a model that never drafts costs nothing.
+    Long texts take several rounds, in which the row does not draft. Accepted tokens stay in the cache; the last one of
+    a draft has not been read, so after full acceptance two tokens are unread. A recurrent state returns to where it was
+    before the draft, and the next draft reads the accepted tokens again in its first forward.
     """
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
@@ -112,7 +117,12 @@ class DraftModelState(ProposerState):
         text.read = cache.lengths.upper
         del text.unread[: text.read]
 
+    def prefill(self, seen: Observation) -> None:
+        if self.proposer.plain_rounds < _PAUSE:
+            self._read_along(list(map(len, seen.tokens)))
+
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self.proposer.plain_rounds = 0
         for text in self.texts:
             text.started = True
         self._logits = self._read_newest()
@@ -192,10 +202,18 @@ class DraftModelState(ProposerState):
         self.cache.compact()
         return logits
 
+    def _read_along(self, counts: list[int]) -> None:
+        """Read up to so many unread tokens of each row, but not its newest one."""
+        rows = zip(self.texts, counts, strict=True)
+        pieces = [text.unread[:-1][:count] if self._fits(text) else [] for text, count in rows]
+        if any(pieces):
+            self._read(pieces)
+
     def _sync(self) -> None:
         self.cache.sync([text.read for text in self.texts])
 
     def observe(self, seen: Observation) -> None:
+        self.proposer.plain_rounds += 1
         kept = []
         for text, tokens in zip(self.texts, seen.tokens, strict=True):
             kept.append(min(text.drafted, max(0, len(tokens) - 1)))
@@ -205,12 +223,8 @@ class DraftModelState(ProposerState):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._sync()
         if any(text.started and len(text.unread) > _MOST_UNREAD for text in self.texts):
-            pieces = [
-                text.unread[:-1][:_MOST_UNREAD] if text.started and self._fits(text) else [] for text in self.texts
-            ]
-            if any(pieces):
-                self._read(pieces)
-                mx.async_eval(self.cache.state)
+            self._read_along([_MOST_UNREAD * text.started for text in self.texts])
+            mx.async_eval(self.cache.state)
 
     def replaced(self, rows: Sequence[int]) -> None:
         for row in rows:

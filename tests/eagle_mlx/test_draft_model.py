@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map
 
 import eagle_mlx as em
+from eagle_mlx.cache import may_pad
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import TargetError
@@ -269,6 +270,44 @@ def test_a_prompt_of_one_token_joins_while_decoding_is_plain_and_an_earlier_row_
         engine.step()
     plain = em.Engine(TARGET).generate(prompts, params)
     assert [row.tokens for row in rows] == [output.tokens for output in plain]
+
+
+@pytest.mark.parametrize("plain", [3, 12])
+def test_a_prompt_is_read_by_itself_while_others_draft(plain: int, reads: list[tuple[em.Target, int]]) -> None:
+    """Else the other rows wait for its first draft, which reads it padded, as often as there are rows. After eight
+    plain rounds, drafts are over."""
+    policy = Phases(2, 2, *([0] * (plain + 1)))
+    engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), policy=policy, max_batch=4)
+    params = em.SamplingParams(max_tokens=40, ignore_eos=True)
+    rows = [engine.prepare(prompt, params) for prompt in (*PROMPTS[:3], [3 + 7 * i % 90 for i in range(60)])]
+    for row in rows[:3]:
+        engine.submit(row)
+    while len(policy.depths) > 1:
+        engine.step()
+    reads.clear()
+    engine.submit(rows[3])
+    while not engine.idle:
+        engine.step()
+    longest = max(count for model, count in reads if model is DRAFT)
+    assert longest == (59 if plain == 3 else 4 * 60)
+    assert [row.tokens for row in rows] == [
+        o.tokens for o in em.Engine(TARGET).generate([r.prompt for r in rows], params)
+    ]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_drafts_do_not_depend_on_when_a_prompt_was_read(cache: str) -> None:
+    draft, texts = CACHES[cache], [[3 + 7 * i % 90 for i in range(50)]]
+    if may_pad(draft.model):
+        texts.append([5, 6, 7, 8, 9])
+    proposer, batch = em.DraftModelProposer(draft), SamplingBatch.of([SamplingParams()] * len(texts), [0] * len(texts))
+    proposer.open([[1, 2]]).draft(Plan(1), SamplingBatch.of([SamplingParams()], [0]), mx.array([2]))
+    state = proposer.open(texts)
+    for start, end in ((0, 20), (20, 49)):
+        state.prefill(Observation([text[start + 1 : end + 1] for text in texts], ()))
+    assert [state.length(row) for row in range(len(texts))] == [len(text) - 1 for text in texts]
+    drawn = state.draft(Plan(3), batch, mx.array(list(map(len, texts))))
+    assert drawn.tokens.tolist() == [slow_draft(draft, text, 3, SamplingParams()) for text in texts]
 
 
 @pytest.mark.parametrize("vocab", [96, 160])
