@@ -131,7 +131,8 @@ class MlxLmMode(Mode):
             for step in mlx_lm.stream_generate(self._model, self._tokenizer, prompt, **more):
                 steps.append(step)
                 yield 1
-            rounds = max(1, sum(not step.from_draft for step in steps))
+            # A round ends with a token that is not from the draft; the last one may be cut before it.
+            rounds = sum(not step.from_draft for step in steps) + steps[-1].from_draft
             outputs.append(_output("".join(step.text for step in steps), [int(step.token) for step in steps], rounds))
         return outputs
 

@@ -158,6 +158,14 @@ def test_the_baselines_are_mlx_lms_own_functions_with_the_targets_weights() -> N
         assert not library_files(mode), mode.name
 
 
+def test_the_last_round_of_mlx_lms_draft_mode_counts_although_it_is_cut() -> None:
+    """A target that drafts for itself is right: eight tokens take three rounds of up to three."""
+    target, draft = (tiny_target(tokenizer=True) for _ in range(2))
+    modes = build_modes(BenchModels(target, draft=draft), ["mlx-lm-draft", "draft"], [1], [2])
+    runs = measure(target, modes, PROMPTS, BenchConfig(8, repeats=1, least_distinct=0.0), progress=False)
+    assert [run.acceptance_length for run in runs] == [8 / 3, 8 / 3]
+
+
 def test_policies_change_only_the_speed() -> None:
     target = tiny_target(tokenizer=True)
     modes = build_modes(BenchModels(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
