@@ -25,6 +25,7 @@ _TRUSTED = 3
 _MOVED = 0.01  # ignore smaller changes of a median (half of the margin between arms), so that estimates can be cached
 
 Points = Sequence[tuple[float, float]]  # (x, y) in ascending order of x
+_GUESS: Points = ((1, 1.0), (2, 1.3))  # between the curves of M1 to M5, whose slopes are 0 to 1
 
 
 class _Shares:
@@ -138,8 +139,7 @@ class Costs:
     def __init__(self, curve: Points | None = None):
         self._latest: dict[tuple[ArmKind, int, int], deque[float]] = {}
         self._medians: dict[tuple[ArmKind, int], dict[int, float]] = {}  # by kind and rows, then by size
-        self.curve: Points = curve or ((1, 1.0), (2, 1.3))
-        """Tokens and seconds of a forward. The default lies between the curves of M1 to M5, whose slopes are 0 to 1."""
+        self.curve: Points = curve or _GUESS  # tokens and seconds of a forward
         self.estimate = cache(self._estimate)
         """Return the seconds to expect of a round of a kind, a number of rows and a size."""
 
@@ -170,9 +170,10 @@ class Costs:
 
     def _most_for_plain(self, rows: int) -> float:
         """Return an upper bound of a plain round's seconds from measured drafting rounds, which read more tokens. The
-        bound uses the square root of the curve's ratio because both the curve and a median may be wrong."""
+        square root of a measured curve's ratio counts, because both may be wrong; a guess could hide drafts forever."""
+        trust = 0.0 if self.curve is _GUESS else 0.5
         bounds = (
-            self._medians[kind, rows][size] * math.sqrt(_on(self.curve, rows) / _on(self.curve, rows * (size + 1)))
+            self._medians[kind, rows][size] * (_on(self.curve, rows) / _on(self.curve, rows * (size + 1))) ** trust
             for (kind, of, size), latest in self._latest.items()
             if of == rows and size and len(latest) >= _TRUSTED
         )

@@ -112,8 +112,7 @@ class ThroughputPolicy:
         forward by tokens (`learn_costs`)."""
         check_depths(max_depth=max_depth, max_nodes=max_nodes)
         check_share("explore", explore)
-        self.max_depth, self.max_nodes = max_depth, max_nodes
-        self.explore = explore
+        self.max_depth, self.explore = max_depth, explore
         self.costs = estimates.Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
         self.max_lookup = _LONGER * max_depth

@@ -87,6 +87,14 @@ def test_a_machine_with_other_work_does_not_make_a_useless_head_look_good(
     assert speeds(0, chance=0.0, noise=busy[0], busy=busy[1], **world).mean() > 0.97
 
 
+def test_a_curve_that_was_not_measured_hides_no_draft_that_pays() -> None:
+    """From cold. The default curve rises more steeply than this one, so plain rounds seemed faster than measured."""
+    world = {"curve": "CPU", "chance": 0.4, "drafting": 0.2}
+    gained = World(**world).best(4) - 1  # type: ignore[arg-type]
+    reached = speeds(0, rounds=300, rows=4, known=False, seeds=range(6), **world)
+    assert reached.mean() > 1 + 0.75 * gained
+
+
 @pytest.mark.parametrize(("curve", "rows", "chance"), diagonal(CURVES, [1, 4, 8], [0.3, 0.6, 0.85, 0.95]))
 def test_it_finds_a_depth_within_four_percent_of_the_best(curve: str, rows: int, chance: float) -> None:
     reached = speeds(500, curve=curve, chance=chance, rows=rows)
