@@ -1,40 +1,25 @@
-"""The target's hidden states of conversations, computed or kept from making them, one by one or in shards."""
+"""The target's hidden states of conversations, one by one or in shards."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from eagle_mlx.blas import one_blas_thread
 from eagle_mlx.cpu import default_streams, make_streams
-from eagle_mlx.errors import OutputError, TargetError
-from eagle_mlx.files import check_free, locked, swap, write_whole
+from eagle_mlx.errors import TargetError
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.shards import (
-    MANIFEST,
-    UNFINISHED,
-    Manifest,
-    ShardFile,
-    ShardMeta,
-    ShardReader,
-    ShardWriter,
-    decode,
-    encode,
-    shard_name,
-    unfinished_folder,
-)
+from eagle_mlx.shards import ShardMeta, ShardWriter
 from eagle_mlx.target import Target, fingerprint
 
 from .rendering import Sample
@@ -204,78 +189,3 @@ def _conversations(samples: Sequence[TokensAndMask]) -> str:
         digest.update(np.array(tokens, "<i4").tobytes() + np.array(mask, np.uint8).tobytes())
         count += len(tokens)
     return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"
-
-
-class ShardPlace(NamedTuple):
-    folder: Path
-    meta: ShardMeta
-    overwrite: bool = False
-
-
-class MadeShards:
-    """The hidden states of conversations while they are made: a shard for each, in an unfinished folder."""
-
-    def __init__(self, place: ShardPlace, made_from: Mapping[str, str]):
-        self._place, self._made_from = place, made_from
-        self._part = unfinished_folder(place.folder)
-
-    def holds(self, number: int) -> bool:
-        try:
-            with safe_open(str(self._file(number)), "numpy"):
-                return True
-        except (OSError, SafetensorError):
-            return False
-
-    def keep(self, number: int, example: Example) -> None:
-        """Write an example, on disk when this returns. Raises OutputError if that fails."""
-        path = self._file(number)
-        try:
-            write_whole(path, encode([example], self._place.meta))
-        except OSError as e:
-            raise OutputError(
-                f"{path} could not be written: {e.strerror or e}; finished rows are kept, so make room and run "
-                "the same command again"
-            ) from e
-
-    def finish(self, numbers: Sequence[int]) -> None:
-        """Turn the examples with these numbers, in this order, into a folder of shards, and delete the others."""
-        meta, files = self._place.meta, {number: self._file(number) for number in numbers}
-        entries = [ShardFile.of(n, file.read_bytes(), [decode(file, slice(None), meta)]) for n, file in files.items()]
-        for path in set(self._part.iterdir()).difference(files.values()):
-            path.unlink()
-        write_whole(self._part / MANIFEST, Manifest(meta, tuple(entries), self._made_from).to_json())
-        swap(self._part, self._place.folder.absolute())
-
-    def _file(self, number: int) -> Path:
-        return self._part / shard_name(number)
-
-
-@contextmanager
-def open_shards(
-    place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]
-) -> Iterator[MadeShards | None]:
-    """Yield the shards, or None if they are complete and only the file of conversations is not.
-
-    Raises OutputError if the folder exists, or if an interrupted capture for it is of something else.
-    """
-    layers = ", ".join(map(str, place.meta.aux_layers))
-    made_from = {name: str(value) for name, value in settings.items()}
-    made_from |= {"wanted": str(wanted), "layers": layers, "bits": str(place.meta.bits)}
-    if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
-        yield None
-        return
-    check_free(place.folder, place.overwrite)
-    part = unfinished_folder(place.folder)
-    part.mkdir(parents=True, exist_ok=True)
-    with locked(part):
-        note = part / UNFINISHED
-        if note.exists() and (wrong := Manifest.read(note).differences(made_from)):
-            if not place.overwrite:
-                raise OutputError(
-                    f"{part} has a capture of something else ({wrong}); use the original options, or replace it with "
-                    "--overwrite"
-                )
-            for path in part.iterdir():
-                path.unlink()
-        write_whole(note, Manifest(place.meta, made_from=made_from).to_json())
-        yield MadeShards(place, made_from)

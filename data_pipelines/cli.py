@@ -51,13 +51,9 @@ see, sets the topic. --domains FILE.yaml defines your own ({FILE.name} is an exa
 Unusable tries are dropped and counted. The same seed gives the same file. {_CONTINUES}
 --rows, --tokens, --batch and --head may change. To stop early, add --finish.
 
---capture also stores the hidden states of the conversations to learn from in shards, like `eagle-data collect` but
-without reading them again. Then --rows and --tokens may not change.
-
 examples:
   eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
-  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
-  eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
+  eagle-train --target Qwen3-4B --data own.jsonl --output out/head
 """
 _REGENERATE = f"""\
 Replace every assistant answer by the target's own, which a draft head must predict. {_CONTINUES}

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
-from eagle_mlx.files import check_free, check_idle, check_writable, free_disk
+from eagle_mlx.files import check_free, check_idle, free_disk
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
@@ -28,7 +28,7 @@ from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token, unfinished_
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
-from .capturing import ShardCapture, ShardPlace, shard_meta
+from .capturing import ShardCapture
 from .conversation import Conversation
 from .jsonl import check_new, partial_path
 from .options import (
@@ -57,8 +57,6 @@ def make(options: MakeOptions) -> None:
     check_new(options.output, options.overwrite)
     begun, limits = partial_path(options.output), MakeLimits()
     check_idle(begun)
-    if options.capture is not None:
-        check_writable(options.capture)
     if options.finish:
         if not begun.exists():
             raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
@@ -68,12 +66,8 @@ def make(options: MakeOptions) -> None:
     tune_process()
     target = options.loading.load(options.target)
     _tell_unsteered(target, config)
-    place: ShardPlace | None = None
-    if options.capture is not None:
-        meta = shard_meta(target, aux_layers_of(options.aux_layers, target), options.bits)
-        place = ShardPlace(options.capture, meta, options.overwrite)
-    engine = engine_of(options.drafting, options.loading, target, place)
-    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
+    engine = engine_of(options.drafting, options.loading, target)
+    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, limits=limits)
     print(f"{options.output}: {report.summary()}")
 
 
@@ -172,10 +166,8 @@ def collect(options: CollectOptions) -> None:
             raise
 
 
-def engine_of(
-    options: DraftingOptions, loading: TargetOptions, target: Target, place: ShardPlace | None = None
-) -> Engine:
-    """Return an engine that captures for a `place`, if any. Raises HeadError if the head does not fit the target."""
+def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target) -> Engine:
+    """Return an engine that drafts with the given head, if any. Raises HeadError if it does not fit the target."""
     head = None
     if options.head is not None and options.num_speculative_tokens:
         head = load_head(options.head, target)
@@ -183,7 +175,7 @@ def engine_of(
         if (warning := head_warning(head, target)) is not None:
             print(f"warning: {warning}", file=sys.stderr)
     loading.wire_active()
-    return growing_engine(target, head, place, options.num_speculative_tokens, options.batch)
+    return growing_engine(target, head, options.num_speculative_tokens, options.batch)
 
 
 def aux_layers_of(given: str | None, target: Target) -> tuple[int, ...]:

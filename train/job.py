@@ -147,7 +147,7 @@ def _run(
     if config.optimization.hours:
         config = _chosen(batches_for(config, given, config.data.self_tokens, speed=measured), world)
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
-            return target, train_for_hours(setup, measured.learned)
+            return target, train_for_hours(setup, measured.learned, measured.captured)
     _prepare(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
 from eagle_mlx.target import Target
 
-from ..capturing import MadeShards, ShardPlace, open_shards
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..options import MakeConfig
@@ -138,55 +136,35 @@ def make_to_file(
     output: str | Path,
     overwrite: bool = False,
     progress: bool = False,
-    place: ShardPlace | None = None,
     limits: MakeLimits | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; return counts of the tries.
 
     The same call after an interruption continues with `OUTPUT.partial`, even if more or less is wanted now. The file
-    has the same bytes despite interruptions, batch sizes and proposers, except for the target's rounding.
-
-    With a `place`, the engine must have a CapturingProposer, whose hidden states of training conversations go into
-    shards, and `wanted` must not change. `limits` may end the file early.
+    has the same bytes despite interruptions, batch sizes and proposers, except for the target's rounding. `limits` may
+    end it early.
 
     Raises OutputError if the output exists without `overwrite`, cannot be written or was begun with other settings;
     DataError if nothing usable is made.
     """
     settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or MakeLimits()
     with open_partial(output, settings, overwrite) as part:
-        with nullcontext() if place is None else open_shards(place, settings, asdict(wanted)) as shards:
-            if shards is not None:  # what has lost its hidden states is made again
-                for number in [n for n, done in part.done.items() if _learned(done) and not shards.holds(n)]:
-                    del part.done[number]
-            selection = Selection(wanted, seen=set(limits.elsewhere))
-            for number in sorted(part.done):
-                selection.add(number, part.done[number])
-            if not selection.full:
-                _make(engine, config, part, selection, limits, progress, shards)
-            if not selection.rows:
-                raise DataError(
-                    f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
-                    f"{selection.report.failures()}; allow more time"
-                )
-            if shards is not None:
-                shards.finish([number for number in selection.rows if _learned(part.done[number])])
+        selection = Selection(wanted, seen=set(limits.elsewhere))
+        for number in sorted(part.done):
+            selection.add(number, part.done[number])
+        if not selection.full:
+            _make(engine, config, part, selection, limits, progress)
+        if not selection.rows:
+            raise DataError(
+                f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
+                f"{selection.report.failures()}; allow more time"
+            )
         part.finish_with(selection.rows, overwrite)
     return selection.report
 
 
-def _learned(done: Done) -> bool:
-    """Return whether a try has given a conversation to learn from, which is not held out."""
-    return bool(done.row) and not done.counts.get("heldout")
-
-
 def _make(
-    engine: Engine,
-    config: MakeConfig,
-    part: PartialFile,
-    selection: Selection,
-    limits: MakeLimits,
-    progress: bool,
-    shards: MadeShards | None,
+    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: MakeLimits, progress: bool
 ) -> None:
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)
@@ -213,8 +191,6 @@ def _make(
                 row = as_line(conversation, domain=ended.domain)
                 if conversation.is_held_out:
                     counts["heldout"] = 1
-                elif shards is not None and ended.example is not None:
-                    shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
             part.add(ended.number, key, counts, row)
             selection.add(ended.number, part.done[ended.number])
             shown.update(min(selection.ended[unit], total) - shown.n)

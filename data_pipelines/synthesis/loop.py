@@ -13,13 +13,11 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
-from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target, fingerprint
 from eagle_mlx.text import template_args
 
-from ..capturing import ShardPlace
 from ..options import FIRST_ROWS, MOST_ROWS
 
 LOOK = 128
@@ -153,18 +151,16 @@ class Doubling:
 def growing_engine(
     target: Target,
     head: DraftHead | None = None,
-    place: ShardPlace | None = None,
     most_tokens: int = MOST_TOKENS,
     rows: int | None = None,
 ) -> Engine:
     """Return an engine with a batch of `rows`; by default the batch grows while that increases throughput.
 
-    A `head` drafts up to `most_tokens` if that is faster. Hidden states for a `place` are captured.
+    A `head` drafts up to `most_tokens` if that is faster.
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
-    proposer = drafts if place is None else CapturingProposer((*place.meta.aux_layers, target.num_layers - 1), drafts)
-    engine = Engine(target, proposer, policy=policy, max_batch=rows or FIRST_ROWS)
+    engine = Engine(target, drafts, policy=policy, max_batch=rows or FIRST_ROWS)
     if rows is None:
         doubling = Doubling(engine.max_batch)
 

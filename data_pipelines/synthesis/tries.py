@@ -16,9 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, TargetError
-from eagle_mlx.hidden_states import Example
 from eagle_mlx.progress import counted
-from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
@@ -26,8 +24,7 @@ from eagle_mlx.text import is_loop
 
 from ..conversation import Conversation, Message
 from ..options import MakeConfig
-from ..rendering import prompt_tokens, render
-from ..template import common_prefix
+from ..rendering import prompt_tokens
 from . import Domain, find_user_place, steerable
 from .loop import LOOK, Counts, Task, seed_of
 
@@ -146,10 +143,7 @@ class Try(Task):
         self.config = config
         self.number = number
         self.report = MakeReport(tries=1)
-        self.example: Example | None = None
-        """Tokens with their hidden states, if the engine captures them."""
         self.ended = False
-        self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
         self._tokenizer = tokenizer
         domain = domains[_drawn([d.weight for d in domains], self._share("domain"))]
         self.domain, self._steering = domain.name, domain.system
@@ -185,10 +179,7 @@ class Try(Task):
     def submit(self) -> RequestState | None:
         if self.ended:
             return None
-        prompt, params = self._prompt()
-        if self._capture is not None and self.answering:
-            self._capture.want(prompt)
-        request = self.engine.prepare(prompt, params)
+        request = self.engine.prepare(*self._prompt())
         self.engine.submit(request)
         return request
 
@@ -207,22 +198,17 @@ class Try(Task):
         if output.finish_reason == "error":
             raise DataError(f"try {self.number}: the target could not write: {output.error}")
         tokens = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
-        follows = self._add_answer(request, output, tokens) if self.answering else self._add_question(output, tokens)
+        follows = self._add_answer(output, tokens) if self.answering else self._add_question(output, tokens)
         self.ended = not (follows and self._fits())
 
     def give_up(self, request: RequestState) -> bool:
         if not loops_so_far(request.tokens):
             return False
-        self._end(request, "answer_loops" if self.answering else "question_loops")
+        self._fail("answer_loops" if self.answering else "question_loops")
         return True
 
     def stop(self, request: RequestState) -> None:
-        self._end(request, "late")
-
-    def _end(self, request: RequestState, why: str) -> None:
-        if self._capture is not None and self.answering:
-            self._capture.forget(request.prompt)
-        self._fail(why)
+        self._fail("late")
 
     def _fail(self, why: str) -> None:
         """End the conversation before the failed turn; fail if it is the first. `why` is a field of `MakeReport`."""
@@ -252,33 +238,17 @@ class Try(Task):
         self._opening = ""
         return True
 
-    def _add_answer(self, request: RequestState, output: Output, tokens: list[int]) -> bool:
-        """Add an answer, as `_add_question` does, and take its hidden states; return whether a question follows."""
-        example = None
-        if self._capture is not None:
-            states = self._capture.take(request.prompt, request.tokens)
-            if states is None:
-                raise DataError(f"try {self.number}: some hidden states of its answer were not captured")
-            mask = [*self._mask(request.prompt), *([1] * len(request.tokens))]
-            example = replace(Example.of([*request.prompt, *request.tokens], mask), states=states)
+    def _add_answer(self, output: Output, tokens: list[int]) -> bool:
+        """Add an answer, as `_add_question` does; return whether a question follows."""
         why = why_no_answer(output.text, tokens, self._special)
         if why is not None:
             self._fail(why)
             return False
-        self.example = example
         counts = {"answers": 1, "answer_tokens": len(output.tokens), "cut": int(output.finish_reason == "length")}
         self.report = replace(self.report.plus(counts), tokens=output.prompt_tokens + len(output.tokens))
         self.messages.append(Message("assistant", output.text))
         self.kept = len(self.messages)
         return output.finish_reason != "length" and self.kept // 2 < self.turns
-
-    def _mask(self, prompt: list[int]) -> list[int]:
-        """Return the loss mask of an answer's prompt: 1 on earlier answers."""
-        if not self.kept:
-            return [0] * len(prompt)
-        rendered = render(self._tokenizer, Conversation(self._under(self.system)))
-        same = common_prefix(rendered.tokens, prompt)
-        return [*rendered.loss_mask[:same], *([0] * (len(prompt) - same))]
 
     def _fits(self) -> bool:
         room = self.config.max_tokens if self.answering else self.config.user_tokens
@@ -290,7 +260,7 @@ class Try(Task):
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
-    """Return a function that creates the try with a given number, with hidden states if the engine captures them.
+    """Return a function that creates the try with a given number.
 
     Raises TargetError without a tokenizer, or if the chat template does not let the target write user turns.
     """

@@ -30,7 +30,7 @@ from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.data_pipelines.synthesis import loop as synthesis_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, DataError
-from eagle_mlx.shards import bytes_per_token
+from eagle_mlx.shards import ShardWriter, bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train import hours
 from eagle_mlx.train.cli import main
@@ -153,15 +153,19 @@ class Killed(BaseException):
 
 
 class Ends:
-    """Ends a run on request: `held-out`, `00`, … at a row of that file, `learn` and `stop` at a step."""
+    """Ends a run on request: `held-out`, `00`, … at a row of that file, `states` at a shard, the others at a step."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.at, self.left = "", 0
-        add, learn, check = PartialFile.add, Stepper.__call__, Stop.check
+        add, write, learn, check = PartialFile.add, ShardWriter.write, Stepper.__call__, Stop.check
 
         def added(part: PartialFile, *args: Any) -> None:
             add(part, *args)
             self._count(part.output.stem, Killed)
+
+        def written(shards: ShardWriter, *args: Any) -> None:
+            self._count("states", Killed)
+            write(shards, *args)
 
         def learned(stepper: Stepper, *args: Any) -> Any:
             self._count("learn", Killed)
@@ -172,6 +176,7 @@ class Ends:
             check(stop)
 
         patch.setattr(PartialFile, "add", added)
+        patch.setattr(ShardWriter, "write", written)
         patch.setattr(Stepper, "__call__", learned)
         patch.setattr(Stop, "check", checked)
 
@@ -182,12 +187,14 @@ class Ends:
 
 
 def test_a_run_resumes_from_any_interruption(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while prompts and portions are made and during training, and stopped during training."""
+    """Killed while prompts and portions are made and captured and during training, and stopped during training."""
     out = tmp_path / "head"
     clock, ends = Clock(monkeypatch), Ends(monkeypatch)
     config, resume = config_of(out, hours=HOURS / 2), None
     made: dict[str, bytes] = {}
-    for ends.at, ends.left in (("held-out", 3), ("00", 5), ("learn", 2), ("01", 4), ("learn", 2), ("stop", 3)):
+    first = ("held-out", 3), ("00", 5), ("states", 1), ("learn", 2)
+    second = ("01", 4), ("states", 1), ("learn", 2), ("stop", 3)
+    for ends.at, ends.left in (*first, *second):
         with pytest.raises((Killed, Stopped)):
             train_for_hours(target, config, resume=resume, watch=Stopwatch(clock))
         resume = out
@@ -340,7 +347,7 @@ def test_an_error_tells_that_the_time_was_over_before_a_conversation_to_learn_fr
     config = resolve(config_of(tmp_path / "head", seed=57), target.hidden_size)
     limits = MakeLimits(enough=lambda made, coming: True, over=lambda made: made > 0)
     with pytest.raises(DataError, match="had written a conversation to learn from; raise --hours"):
-        portions.Portions(target, config, tmp_path).make(0, 0, 100, limits, None)
+        portions.Portions(target, config, tmp_path).make(0, 0, limits, None)
 
 
 def test_without_time_to_make_data_the_rest_goes_to_learning() -> None:

@@ -56,26 +56,24 @@ class OnDisk:
     """The examples of a folder of shards. All shards are verified at once and read when needed.
 
     The features come from `layers`, which must be in the shards or be the target's `last_layer`; None means all in the
-    shards' order. Examples are cut to `most` tokens if given. Raises ShardError if a shard is damaged or missing.
+    shards' order. Raises ShardError if a shard is damaged or missing.
     """
 
     has_states = True
 
-    def __init__(
-        self, reader: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1, most: int | None = None
-    ):
+    def __init__(self, reader: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1):
         reader.verify()
-        self._reader, self._most = reader, most
+        self._reader = reader
         self._layers, self._last_layer = reader.meta.aux_layers if layers is None else tuple(layers), last_layer
         self.folder = reader.folder
-        whole = [length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()]
-        self.lengths: list[int] = [min(length, most or length) for length in whole]
+        self.lengths: list[int] = [
+            length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()
+        ]
 
     def __getitem__(self, index: int) -> Example:
         example = self._reader[index]
         assert example.states is not None
-        states = example.states.of_layers(self._layers, self._last_layer)
-        return replace(example, states=states)[: self._most]
+        return replace(example, states=example.states.of_layers(self._layers, self._last_layer))
 
     def where(self, index: int) -> str:
         return self._reader.where(index)
@@ -83,11 +81,8 @@ class OnDisk:
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
-            learned = self._array(entry.name, "loss_mask") == 1
-            if self._most is not None:
-                lengths = self._array(entry.name, "lengths")
-                learned &= np.concatenate([np.arange(length) < self._most for length in lengths])
-            counts += np.bincount(self._array(entry.name, "tokens")[learned], minlength=vocab_size)
+            learned = self._array(entry.name, "tokens")[self._array(entry.name, "loss_mask") == 1]
+            counts += np.bincount(learned, minlength=vocab_size)
         return counts
 
     @property
@@ -96,7 +91,7 @@ class OnDisk:
 
     @property
     def loss_tokens(self) -> int:
-        """The number of tokens to learn, before cutting."""
+        """The number of tokens to learn."""
         return self._reader.loss_tokens
 
     def _array(self, shard: str, name: str) -> NDArray[Any]:

@@ -5,6 +5,7 @@ The division of time between the two is computed from measured speeds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,21 +65,21 @@ def next_portion(
     return (max(1, round(most)), True) if most < 2 * made else (made, False)
 
 
-def train_for_hours(setup: Setup, learning: float = 0.0) -> dict[str, Any]:
+def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.inf) -> dict[str, Any]:
     """Make data, train a head, and let it draft the next data, within `hours`; return the report.
 
     The run's folder also gets the conversations in `made`. After each portion, acceptance is measured, and the best
     head is saved and registered for the target. A resumed run continues in its current phase with its remaining time.
 
-    `learning`: tokens per second of learning, until the run has timed a step. Raises as `train`, and DataError if the
-    target writes nothing usable.
+    `learning`, `reading`: tokens per second of learning, until the run has timed a step, and of capturing hidden
+    states. Raises as `train`, and DataError if the target writes nothing usable.
     """
     journal, folder, watch = Journal.read(setup.folder), setup.folder, setup.watch
     watch.restart(journal.elapsed)
     result: Result | None = None
     try:
         with Bar(3600 * (setup.config.optimization.hours or 0.0), done=watch.elapsed) as bar:
-            hours = Hours(setup, journal, bar, learning)
+            hours = Hours(setup, journal, bar, learning, reading)
             while (number := hours.following()) is not None:
                 hours.make(number)
                 result = hours.run.learn(hours.phase(number))
@@ -94,12 +95,12 @@ def train_for_hours(setup: Setup, learning: float = 0.0) -> dict[str, Any]:
 class Hours:
     """A run's portions of data, and the division of its time between making and learning them."""
 
-    def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float):
+    def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float, reading: float):
         """Make prompts and the first portion unless they exist, and start or restore training."""
         self._setup, self._journal = setup, journal
         self._config, self._watch = setup.config, setup.watch
         self._bar, self._passes = bar, setup.config.optimization.epochs
-        self._learning = learning
+        self._learning, self._reading = learning, reading
         self._total = 3600 * (setup.config.optimization.hours or 0.0)
         self._portions = Portions(setup.target, setup.config, setup.folder, setup.head)
         self._evaluation = EVALUATION * self._total  # seconds of the last measurement; before the first, its limit
@@ -196,7 +197,7 @@ class Hours:
         portion = self._journal.portions[number]
         if portion.tokens is None:
             wanted = 0 if portion.last else portion.wanted
-            portion.tokens = self._portions.make(number, wanted, portion.wanted, limits, head)
+            portion.tokens = self._portions.make(number, wanted, limits, head)
             portion.made_seconds = self._watch.elapsed - portion.begun
             self._write()
 
@@ -207,9 +208,10 @@ class Hours:
         fresh = self._journal.tokens(self._fresh(number), number)
 
         def left(tokens: int) -> float:
-            """Return the seconds left for making data, if each of the portion's tokens is learned."""
+            """Return the seconds left for making data, if each of the portion's tokens is captured and learned."""
             repeat = seconds_to_learn(self._journal.made + tokens, learned, self._passes, rates.learned)
-            return self._end - self._beat() - max(repeat, (fresh + tokens) / rates.learned, cooldown)
+            learning = max(repeat, (fresh + tokens) / rates.learned, cooldown)
+            return self._end - self._beat() - tokens / self._reading - learning
 
         def enough(tokens: int, coming: int) -> bool:
             self._show_making(number, tokens, self._beat())

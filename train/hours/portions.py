@@ -18,8 +18,9 @@ from eagle_mlx.data_pipelines import (
     Enough,
     MakeConfig,
     MakeLimits,
-    ShardPlace,
+    Sample,
     Wanted,
+    capture_to_shards,
     growing_engine,
     held_out_prompts,
     make_to_file,
@@ -34,7 +35,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.progress import counted
-from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
+from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
@@ -131,16 +132,13 @@ class Portions:
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
-    def make(self, number: int, wanted: int, expected: int, limits: MakeLimits, head: Path | str | None) -> int:
-        """Make a portion, or the rest of it. Return its number of tokens.
+    def make(self, number: int, wanted: int, limits: MakeLimits, head: Path | str | None) -> int:
+        """Make a portion, or the rest of it, and capture its hidden states if they fit. Return its number of tokens.
 
-        `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: hidden states are saved if those of this many
-        tokens fit. `head`: drafts the text. Raises DataError if there is nothing to learn from, OutputError if it
-        cannot be written.
+        `wanted`: tokens; 0 for as many as the `limits` allow. `head`: drafts the text. Raises DataError if there is
+        nothing to learn from, OutputError if it cannot be written.
         """
-        if not (self._has_states(number) or self._file(number).exists()):
-            keeps = not number or self._fits(expected)
-            place = ShardPlace(self._shards(number), self._meta) if keeps else None
+        if not self._file(number).exists():
             drafts = load_head(head, self._target) if head is not None else None
             if drafts is not None:
                 quantize_for(drafts, self._target)
@@ -148,13 +146,16 @@ class Portions:
             earlier = set[int]().union(*(prompt_keys(file) for file in files if file.exists()))
             tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, elsewhere=earlier)
             making = self._making(number, self._own(held_out=False, without=earlier))
-            engine = growing_engine(self._target, drafts, place)
-            make_to_file(engine, making, tokens, self._file(number), place=place, limits=limits)
+            make_to_file(growing_engine(self._target, drafts), making, tokens, self._file(number), limits=limits)
             mx.clear_cache()  # free the KV caches before training
-        made = sum(self._samples(number).lengths)
+        samples = self._texts(number)
+        made = sum(len(sample.tokens) for sample in samples)
         if not made:
             name = self._target.name
             raise DataError(f"the time was over before {name} had written a conversation to learn from; raise --hours")
+        if not number or self._fits(number, made):
+            bits = self._config.data.cache_bits
+            capture_to_shards(self._target, self._aux_layers, samples, self._shards(number), bits=bits, resume=True)
         return made
 
     def conversations(self, count: int) -> int:
@@ -169,7 +170,7 @@ class Portions:
             self._first = data_on_disk(self._target, self._config, [parts[0]], self._aux_layers, self._head)
         kept = all(part.has_states for part in parts)
         samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
-        states = f"shards of {counted(count, 'portion')}, captured while they were made"
+        states = f"shards of {counted(count, 'portion')}, captured once"
         states = states if kept else "captured for each batch, since those of all portions do not fit"
         about = amount(samples.lengths, sum(part.loss_tokens for part in parts))
         return replace(self._first, samples=samples, report={**self._first.report, **about, "states": states})
@@ -182,17 +183,19 @@ class Portions:
     def _samples(self, number: int) -> OnDisk | InMemory:
         """Return a complete portion, with hidden states if they were saved."""
         if number not in self._read:
-            most = min(self._config.data.max_length, self._target.context_length)
             if self._has_states(number):
-                self._read[number] = OnDisk(ShardReader(self._shards(number)), most=most)
+                self._read[number] = OnDisk(ShardReader(self._shards(number)))
             else:
-                tokenizer = self._target.tokenizer
-                assert tokenizer is not None, "a target without a tokenizer makes no data"
-                rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "all", tokenizer)
-                learned = (row for row in rows if not row.is_held_out)  # as in the shards
-                rendered, _ = render_all(tokenizer, learned, most)
-                self._read[number] = InMemory([Example.of(*sample) for sample in rendered])
+                self._read[number] = InMemory([Example.of(*sample) for sample in self._texts(number)])
         return self._read[number]
+
+    def _texts(self, number: int) -> list[Sample]:
+        """Return the conversations of a portion to learn from, which are not held out."""
+        tokenizer = self._target.tokenizer
+        assert tokenizer is not None, "a target without a tokenizer makes no data"
+        rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "all", tokenizer)
+        most = min(self._config.data.max_length, self._target.context_length)
+        return render_all(tokenizer, (row for row in rows if not row.is_held_out), most)[0]
 
     def _without_states(self, number: int) -> InMemory:
         part = self._samples(number)
@@ -204,19 +207,14 @@ class Portions:
     def _has_states(self, number: int) -> bool:
         return (self._shards(number) / MANIFEST).exists()
 
-    def _fits(self, tokens: int) -> bool:
-        """Return whether states of this many more tokens fit --cache-gb and the disk, and all others are saved."""
-        whole = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.jsonl"))
-        if not all(map(self._has_states, whole)):
+    def _fits(self, number: int, tokens: int) -> bool:
+        """Return whether a portion's states fit --cache-gb and the disk, and those of all earlier ones are saved."""
+        if not all(map(self._has_states, range(number))):
             return False
-        held = sum(ShardReader(self._shards(number)).tokens for number in whole)
+        held = sum(ShardReader(self._shards(earlier)).tokens for earlier in range(number))
         room = 0.9 * free_disk(self._folder)  # so that a long run does not fill the disk
-        size = bytes_per_token(self._meta)
+        size = bytes_per_token(shard_meta(self._target, self._aux_layers, self._config.data.cache_bits))
         return size * (held + tokens) <= self._config.data.cache_gb * 1e9 and size * tokens <= room
-
-    @property
-    def _meta(self) -> ShardMeta:
-        return shard_meta(self._target, self._aux_layers, self._config.data.cache_bits)
 
     def _making(self, number: int, questions: tuple[tuple[str, str], ...]) -> MakeConfig:
         return MakeConfig(seed=self._config.run.seed * _SEEDS + number, questions=questions)
