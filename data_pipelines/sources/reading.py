@@ -6,7 +6,6 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -23,7 +22,7 @@ from ..rendering import all_tokens, check_answer
 from . import Source, parse
 from .rows import choose, parse_row, place_of
 from .stdlib import library_conversations
-from .tables import RawRow, decoded, is_table, open_rows, rows_in_order, stream_rows, text_files
+from .tables import RawRow, decoded, is_table, open_rows, stream_rows, text_files
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -166,12 +165,12 @@ class _Reading:
 
     @cached_property
     def held_out(self) -> frozenset[int]:
-        return frozenset().union(*(held_out_prompts(_few_keys(source)) for source in self.config.parsed))
+        return frozenset().union(*(held_out_prompts(_few_keys(self.config, source)) for source in self.config.parsed))
 
     def selected(self, source: Source) -> Iterator[Conversation]:
         """Yield the conversations that the filters keep. The filter by turns does not apply to plain text."""
         report, turns, tokens = self.report, self.config.turns, self.config.tokens
-        for conversation in self._read(source):
+        for conversation in self.read(source):
             if turns is not None and conversation.text is None and conversation.turns not in turns:
                 report.by_turns += 1
                 continue
@@ -191,7 +190,7 @@ class _Reading:
                     continue
             yield conversation
 
-    def _read(self, source: Source) -> Iterator[Conversation]:
+    def read(self, source: Source) -> Iterator[Conversation]:
         if source.kind == "builtin":
             yield from library_conversations(source.name, self.split or "train", self.config.seed)
             return
@@ -242,21 +241,15 @@ class _Reading:
         self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
 
 
-def _few_keys(source: Source) -> list[int]:
-    """Return the prompt keys of a source's usable conversations, if it has few rows."""
+def _few_keys(config: DataConfig, source: Source) -> list[int]:
+    """Return the prompt keys of a source's usable conversations, if there are few."""
     if source.kind == "builtin":
         return []
-    if source.kind == "text":
-        texts = chain.from_iterable(part() for part in text_files(Path(source.name)))
-        keys = [text.prompt_key() for text in islice(texts, MOST_COUNTED + 1)]
-        return keys if len(keys) <= MOST_COUNTED else []
-    keys = []
-    for number, (origin, row) in enumerate(rows_in_order(source)):
-        if number == MOST_COUNTED:
-            return []
-        with suppress(DataError):
-            keys.append(parse_row(decoded(row, origin), origin, source.fields).prompt_key())
-    return keys
+    # JSON is read as a stream, so that only the beginning of a large file is read for this.
+    plain = replace(config, seed=None, skip_bad=True, stream=not is_table(source))
+    conversations = _Reading(plain, None, None, ReadReport()).read(source)
+    keys = [conversation.prompt_key() for conversation in islice(conversations, MOST_COUNTED + 1)]
+    return keys if len(keys) <= MOST_COUNTED else []
 
 
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:

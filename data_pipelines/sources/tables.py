@@ -35,14 +35,6 @@ def open_rows(source: Source) -> tuple[int, Callable[[int], RawRow]]:
     return len(rows), rows.__getitem__
 
 
-def rows_in_order(source: Source) -> Iterator[RawRow]:
-    """Yield rows as they are read. Raises DataError as `open_rows` does."""
-    if not is_table(source):
-        return _json_rows(source)
-    count, read = open_rows(source)
-    return map(read, range(count))
-
-
 def stream_rows(source: Source) -> list[Callable[[], Iterator[RawRow]]]:
     """Return the parts of a source: functions that yield rows in order without storing them. May raise DataError."""
     if not is_table(source):
