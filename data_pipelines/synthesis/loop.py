@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import DataError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.policy import FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, fingerprint
 from eagle_mlx.text import template_args
 
@@ -33,19 +36,22 @@ WORTH = 1.1
 class Task(ABC):
     """Work for which the target generates one text after another."""
 
-    @abstractmethod
-    def submit(self) -> RequestState | None:
-        """Submit the request for the next text; return None if the task has ended."""
+    origin: str
+    """Names the task in error messages."""
 
     @abstractmethod
-    def take(self, request: RequestState) -> None:
-        """Use a finished text. Raises DataError if the request failed."""
+    def next(self) -> tuple[list[int], SamplingParams] | None:
+        """Return the prompt and the sampling parameters of the next text; None if the task has ended."""
 
-    def give_up(self, request: RequestState) -> bool:
+    @abstractmethod
+    def take(self, request: RequestState, output: Output) -> None:
+        """Use a finished text."""
+
+    def give_up(self, tokens: Sequence[int]) -> bool:
         """Return whether the unfinished text is already unusable. If so, the task ends without it."""
         return False
 
-    def stop(self, request: RequestState) -> None:  # noqa: B027  (a task may do nothing)
+    def stop(self) -> None:  # noqa: B027  (a task may do nothing)
         """End the task without the unfinished text, because time is up."""
 
 
@@ -58,15 +64,22 @@ def run_tasks(
     """Yield each task once it has ended; texts of different tasks decode in one batch.
 
     `following(running)` returns the next task, or None if none is wanted now. Once `over()`, running tasks stop.
-    Closing the iterator cancels them.
+    Closing the iterator cancels them. Raises DataError if a text cannot be written.
     """
+
+    def submit(task: T) -> RequestState | None:
+        if (text := task.next()) is None:
+            return None
+        engine.submit(request := engine.prepare(*text))
+        return request
+
     running: dict[T, RequestState] = {}
     checked: dict[T, int] = {}
     """Number of blocks of `LOOK` tokens that have been checked in each unfinished text."""
     try:
         while True:
             while len(running) < engine.max_batch + _AHEAD and (task := following(len(running))) is not None:
-                if (request := task.submit()) is None:
+                if (request := submit(task)) is None:
                     yield task
                 else:
                     running[task], checked[task] = request, 0
@@ -76,7 +89,7 @@ def run_tasks(
                 for task in list(running):
                     request = running.pop(task)
                     engine.cancel(request)
-                    task.stop(request)
+                    task.stop()
                     yield task
                 return
             engine.step()
@@ -84,9 +97,12 @@ def run_tasks(
                 before, checked[task] = checked[task], len(request.tokens) // LOOK
                 next_request = None
                 if request.finish_reason is not None:
-                    task.take(request)
-                    next_request = task.submit()
-                elif checked[task] > before and task.give_up(request):
+                    output = engine.output(request)
+                    if output.finish_reason == "error":
+                        raise DataError(f"{task.origin}: the target could not write: {output.error}")
+                    task.take(request, output)
+                    next_request = submit(task)
+                elif checked[task] > before and task.give_up(request.tokens):
                     engine.cancel(request)
                 else:
                     continue

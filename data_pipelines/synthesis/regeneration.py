@@ -11,6 +11,7 @@ from typing import Any
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.text import is_loop
@@ -95,7 +96,7 @@ def regenerate_to_file(
             nonlocal seen
             for task in tasks:
                 seen += 1
-                if not part.check(task.position, task.key, task.source.origin):
+                if not part.check(task.position, task.key, task.origin):
                     return task
             return None
 
@@ -116,19 +117,20 @@ class Regeneration(Task):
         """`position` is its index among the conversations; `repeat` counts earlier ones with the same prompt."""
         self.position = position
         self.source = source
+        self.origin = source.origin
         self.key = source.whole_key()
         self.report = RegenerateReport()
-        self._engine = engine
+        self._target = engine.target
         self._config = config
         self._place = (source.prompt_key(), repeat)
         self._rest = self._with_system(list(source.messages))
         self._messages: list[Message] = []
         self._ended = False
 
-    def submit(self) -> RequestState | None:
+    def next(self) -> tuple[list[int], SamplingParams] | None:
         if not self._advance():
             return None
-        target = self._engine.target
+        target = self._target
         if target.tokenizer is None or not target.tokenizer.has_chat_template:
             raise DataError("the target has no chat template, so it cannot answer conversations")
         prompt = prompt_tokens(target.tokenizer, self._so_far)
@@ -138,15 +140,10 @@ class Regeneration(Task):
         params = self._config.params
         if params.seed is not None:
             params = replace(params, seed=seed_of(params.seed, *self._place, self.report.answers))
-        request = self._engine.prepare(prompt, params)
-        self._engine.submit(request)
-        return request
+        return prompt, params
 
-    def take(self, request: RequestState) -> None:
+    def take(self, request: RequestState, output: Output) -> None:
         """Add an answer to the conversation, and end it if the answer loops or was cut."""
-        output = self._engine.output(request)
-        if output.finish_reason == "error":
-            raise DataError(f"{self.source.origin}: the target could not answer: {output.error}")
         loops, cut = is_loop(output.tokens, self._config.least_distinct), output.finish_reason == "length"
         self._ended = loops or cut
         if loops:

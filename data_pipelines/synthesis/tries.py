@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import DataError, TargetError
+from eagle_mlx.errors import TargetError
 from eagle_mlx.progress import counted
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
@@ -139,9 +139,10 @@ class Try(Task):
         self, engine: Engine, config: MakeConfig, number: int, tokenizer: TokenizerWrapper, domains: tuple[Domain, ...]
     ):
         """Draw the settings from the try's number, and one of `domains`, which come from `steerable`."""
-        self.engine = engine
         self.config = config
         self.number = number
+        self.origin = f"try {number}"
+        self._target = engine.target
         self.report = MakeReport(tries=1)
         self.ended = False
         self._tokenizer = tokenizer
@@ -176,38 +177,29 @@ class Try(Task):
     def _under(self, system: str) -> tuple[Message, ...]:
         return (Message("system", system), *self.messages) if system else tuple(self.messages)
 
-    def submit(self) -> RequestState | None:
+    def next(self) -> tuple[list[int], SamplingParams] | None:
         if self.ended:
             return None
-        request = self.engine.prepare(*self._prompt())
-        self.engine.submit(request)
-        return request
-
-    def _prompt(self) -> tuple[list[int], SamplingParams]:
-        """Return the tokens before the next text, and its sampling parameters."""
         seed = seed_of(self.config.seed, self.number, "answer" if self.answering else "user", self.kept // 2)
         if self.answering:
             prompt = prompt_tokens(self._tokenizer, Conversation(self._under(self.system)))
             return prompt, replace(self.config.answer(self.temperature), seed=seed)
-        place = find_user_place(self._tokenizer, self._under(self._steering), self.engine.target.name, self._opening)
+        place = find_user_place(self._tokenizer, self._under(self._steering), self._target.name, self._opening)
         params = replace(self.config.question(), seed=seed, stop_token_ids=place.stop_token_ids, stop=place.stop)
         return list(place.tokens), params
 
-    def take(self, request: RequestState) -> None:
-        output = self.engine.output(request)
-        if output.finish_reason == "error":
-            raise DataError(f"try {self.number}: the target could not write: {output.error}")
+    def take(self, request: RequestState, output: Output) -> None:
         tokens = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
         follows = self._add_answer(output, tokens) if self.answering else self._add_question(output, tokens)
         self.ended = not (follows and self._fits())
 
-    def give_up(self, request: RequestState) -> bool:
-        if not loops_so_far(request.tokens):
+    def give_up(self, tokens: Sequence[int]) -> bool:
+        if not loops_so_far(tokens):
             return False
         self._fail("answer_loops" if self.answering else "question_loops")
         return True
 
-    def stop(self, request: RequestState) -> None:
+    def stop(self) -> None:
         self._fail("late")
 
     def _fail(self, why: str) -> None:
@@ -253,7 +245,7 @@ class Try(Task):
     def _fits(self) -> bool:
         room = self.config.max_tokens if self.answering else self.config.user_tokens
         used = self.report.tokens + (self.config.user_tokens if self.answering else 0)
-        fits = used + room < self.engine.target.context_length or not self.kept
+        fits = used + room < self._target.context_length or not self.kept
         if not fits:
             self._fail("shortened")
         return fits
