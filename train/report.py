@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_mlx.command import exit_code, read, shown
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.extras import require
-from eagle_mlx.files import check_file, name_of, write_output, write_whole
+from eagle_mlx.files import check_file, name_of, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 from .config import flag
@@ -289,11 +288,11 @@ def _row(line: str) -> Row | None:
 
 
 _HELP = """\
-Compare training runs: their results, their costs, and the settings in which they differ.
+Compare training runs in Markdown: their results, their costs, and the settings in which they differ.
 
 examples:
   eagle-train report out/head
-  eagle-train report out/adamw out/muon --output runs.md --plot runs.png
+  eagle-train report out/adamw out/muon --plot runs.png > runs.md
 
 An interrupted or unfinished run is shown as recorded in its metrics.jsonl. τ is tokens per target forward, including
 the bonus token, in greedy decoding at the depth shown; compare it only for the same target and prompts.
@@ -320,21 +319,19 @@ _LINES = {
 }  # for each line of the table: the key in a run's facts, and the format
 
 
-def _ends_in(suffix: str) -> Limit:
-    return Limit(lambda file: file.suffix == suffix, f"must end in {suffix}, not {{}}")
+_PNG = Limit(lambda file: file.suffix == ".png", "must end in .png, not {}")
 
 
 @dataclass(frozen=True)
 class ReportOptions(Group):
-    """The runs to compare, and where to write the comparison."""
+    """The runs to compare, and how to show them."""
 
     runs: tuple[Path, ...] = setting(
         REQUIRED, "output folder of a run; several are compared", metavar="DIR", positional=True
     )
-    output: Path | None = setting(None, "also write the comparison as Markdown", _ends_in(".md"), metavar="FILE.md")
-    plot: Path | None = setting(None, "plot τ and loss against tokens", _ends_in(".png"), metavar="FILE.png")
+    plot: Path | None = setting(None, "plot τ and loss against tokens", _PNG, metavar="FILE.png")
     json: bool = setting(False, "print JSON instead of the table")
-    overwrite: bool = setting(False, "replace an existing output")
+    overwrite: bool = setting(False, "replace an existing plot")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -345,10 +342,9 @@ def run(options: ReportOptions) -> None:
     """Read all runs, then write the comparison."""
     if options.plot:
         require("eagle-train report --plot", "plots")
-    for file in filter(None, (options.output, options.plot)):
-        check_file(file)
-        if file.exists() and not options.overwrite:
-            raise OutputError(f"{file} exists already; name another file, or overwrite it with --overwrite")
+        check_file(options.plot)
+        if options.plot.exists() and not options.overwrite:
+            raise OutputError(f"{options.plot} exists already; name another file, or overwrite it with --overwrite")
     runs = [read_run(folder) for folder in options.runs]
     names = list(map(name_of, options.runs))
     if len(set(names)) < len(names):
@@ -361,10 +357,6 @@ def run(options: ReportOptions) -> None:
             write_comparison(dict(zip(names, rows, strict=True)), options.plot)
         except OSError as e:
             raise OutputError(f"{options.plot} could not be written: {e.strerror or e}") from e
-    if options.output:
-        link = os.path.relpath(options.plot, options.output.parent) if options.plot else ""
-        picture = f"\n![τ and loss against tokens]({link})\n" if link else ""
-        write_output(options.output, f"# Training runs\n\n{table}\n{picture}")
     print(json.dumps(runs, indent=2) if options.json else table)
 
 
