@@ -35,15 +35,13 @@ class Wanted:
     rows: int = 0
     tokens: int = 0
     """Total tokens, including the template. The conversation that reaches this number is the last."""
-    heldout: int = 0
-    """Minimum number of held-out conversations; more conversations are made until it is reached."""
 
     def __post_init__(self) -> None:
         if (self.rows > 0) == (self.tokens > 0) or min(self.rows, self.tokens) < 0:
             raise ConfigError("give either --rows N or --tokens N")
 
-    def reached(self, rows: float, tokens: float, heldout: int) -> bool:
-        return (rows >= self.rows if self.rows else tokens >= self.tokens) and heldout >= self.heldout
+    def reached(self, rows: float, tokens: float) -> bool:
+        return rows >= self.rows if self.rows else tokens >= self.tokens
 
 
 Enough = Callable[[int, int], bool]
@@ -81,17 +79,13 @@ class Selection:
 
     @property
     def full(self) -> bool:
-        return self.wanted.reached(len(self.rows), self.report.tokens, self.report.heldout)
+        return self.wanted.reached(len(self.rows), self.report.tokens)
 
     @property
-    def ended(self) -> tuple[int, int, int]:
-        """Number of conversations, tokens and held-out conversations so far, including unsettled tries."""
-        coming = [report for _, report, kept in self._ended.values() if kept]
-        return (
-            len(self.rows) + len(coming),
-            self.report.tokens + sum(report.tokens for report in coming),
-            self.report.heldout + sum(report.heldout for report in coming),
-        )
+    def ended(self) -> tuple[int, int]:
+        """Number of conversations and tokens so far, including unsettled tries."""
+        coming = [report.tokens for _, report, kept in self._ended.values() if kept]
+        return len(self.rows) + len(coming), self.report.tokens + sum(coming)
 
     def add(self, number: int, done: Done) -> None:
         """Add a try that has ended. Raises DataError if too many tries have failed."""
@@ -101,12 +95,12 @@ class Selection:
 
     def promising(self, running: int) -> bool:
         """Return whether the ended and `running` tries will probably be enough."""
-        rows, tokens, heldout = self.ended
-        return self.wanted.reached(rows + running * self._usable, tokens + self.coming(running), heldout)
+        rows, tokens = self.ended
+        return self.wanted.reached(rows + running * self._usable, tokens + self.coming(running))
 
     def coming(self, running: int) -> int:
         """Return the number of tokens expected from `running` tries, given those that have ended."""
-        rows, tokens, _ = self.ended
+        rows, tokens = self.ended
         return round(running * self._usable * tokens / max(1, rows))
 
     @property
@@ -186,12 +180,8 @@ def _make(
     with progress_bar(total=total, initial=selection.ended[unit], smoothing=0.02, **bar) as shown:
         for ended in run_tasks(engine, following, lambda: limits.over(selection.ended[1])):
             conversation, key = ended.result()
-            counts, row = ended.report.counts(), b""
-            if conversation is not None:
-                row = as_line(conversation, domain=ended.domain)
-                if conversation.is_held_out:
-                    counts["heldout"] = 1
-            part.add(ended.number, key, counts, row)
+            row = as_line(conversation, domain=ended.domain) if conversation is not None else b""
+            part.add(ended.number, key, ended.report.counts(), row)
             selection.add(ended.number, part.done[ended.number])
             shown.update(min(selection.ended[unit], total) - shown.n)
             if selection.full:

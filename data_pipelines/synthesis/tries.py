@@ -99,7 +99,6 @@ class MakeReport(Counts):
     """Answers cut at `max_tokens`; their conversations end there."""
     shortened: int = 0
     """Conversations kept without later planned turns, because one of those failed."""
-    heldout: int = 0
     endless: int = _failure("user turns without an end")
     markup: int = _failure("turns with special tokens")
     short: int = _failure(f"user turns of fewer than {LEAST_WORDS} words")
@@ -122,8 +121,7 @@ class MakeReport(Counts):
     def summary(self) -> str:
         return (
             f"{counted(self.tries - self.failed, 'conversation')} of {counted(self.tokens, 'token')}, "
-            f"{counted(self.answers, 'answer')} of "
-            f"{self.answer_tokens:,}; {self.heldout:,} held out, {counted(self.cut, 'answer')} cut, "
+            f"{counted(self.answers, 'answer')} of {self.answer_tokens:,}; {counted(self.cut, 'answer')} cut, "
             f"{counted(self.shortened, 'conversation')} shorter than planned\n"
             f"{counted(self.tries, 'try')}, {self.failed:,} failed: {self.failures()}"
         )

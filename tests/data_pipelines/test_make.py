@@ -112,7 +112,6 @@ def test_the_file_is_the_same_in_any_company(target: Target, whole: bytes, tmp_p
         assert path.read_bytes() == whole
         assert report.tries - report.failed == ROWS
         assert report.answers == sum(len(row["messages"]) // 2 for row in rows)
-        assert report.heldout == sum(parse_row(row, "x").is_held_out for row in rows)
         reports.add(str(report))
     assert len(reports) == 1
     assert len(list(tmp_path.iterdir())) == 3
@@ -149,19 +148,6 @@ def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes
     assert report.tokens >= 150
     fewer = make_to_file(Engine(target), CONFIG, Wanted(rows=len(kept.splitlines()) - 1), tmp_path / "b.jsonl")
     assert fewer.tokens < 150
-
-
-def test_more_is_made_until_there_are_as_many_on_the_held_out_side(target: Target, tmp_path: Path) -> None:
-    """A few conversations may all be on one side, but training needs some held-out ones."""
-    least, wished = make_to_file(Engine(target), CONFIG, Wanted(rows=1), tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
-    assert least.heldout == 0
-    report = make_to_file(Engine(target), CONFIG, Wanted(rows=1, heldout=1), wished)
-    assert report.heldout == 1
-    rows = list(read_conversations(DataConfig((str(wished),), seed=None)))
-    assert [row.is_held_out for row in rows] == [*([False] * (len(rows) - 1)), True]  # the last one was missing
-    again = tmp_path / "c.jsonl"
-    make_to_file(Engine(target, max_batch=5), CONFIG, Wanted(rows=1, heldout=1), again)
-    assert again.read_bytes() == wished.read_bytes()
 
 
 def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_path: Path) -> None:

@@ -141,9 +141,9 @@ def test_only_runs_with_the_same_settings_reuse_the_data(
     out = tmp_path / "out"
     file = copied(whole[0], out)
     made = file.read_bytes()
-    assert main(command(talker, out, "--limit", "5")) == 0
+    assert main(command(talker, out, "--limit", "3")) == 0
     assert "already complete" in capsys.readouterr().err
-    assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 5
+    assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 3
     for more, why in (
         (("--seed", "1"), "was made with seed 0, not 1"),
         (("--self-tokens", str(TOKENS + 1)), f"was made with tokens {TOKENS}, not {TOKENS + 1}"),

@@ -114,8 +114,7 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
     file, making = self_file(config), MakeConfig(seed=config.run.seed)
     data_config(config)  # report invalid settings now, not hours later
     if world.is_rank_zero:
-        # One held-out conversation in any case, so that the file does not depend on evaluation.
-        wanted = Wanted(tokens=config.data.self_tokens, heldout=1)
+        wanted = Wanted(tokens=config.data.self_tokens)
         try:
             report = make_once(target, making, wanted, file, progress=True)
         except KeyboardInterrupt:
