@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..data import choose_states, self_file
 from ..kinds import KINDS
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
-from .recipe import Recipe, described_by_name
+from .recipe import Recipe
 
 _COUNT, _TOKENS_EACH = (
     10_000,
@@ -54,7 +53,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 
     No data is read; its amount is assumed. If the target's weights are local and fit, it is loaded and measured. Other
     plans have a lower bound of the memory, from the recipe or the hub's config.json. Raises ConfigError without a
-    target, UnreachableError if nothing tells of it.
+    target, UnreachableError if neither a recipe nor the hub describes it.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model with --target, or choose a --recipe")
@@ -158,20 +157,13 @@ def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online:
 
 
 def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
-    """Return the bound, and whether the weights are local. Raises UnreachableError if nothing tells of the target."""
+    """Return the bound, and whether the weights are local. Raises UnreachableError if the hub does not answer."""
     name = config.head.target
     repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
     if repo is None or hub.cached(repo) is not None:
         return bound_of(config), True
-    model = recipe.model if recipe is not None and hub.hub_id(recipe.settings["target"]) == repo else None
-    if model is None:
-        try:
-            model = _published(repo)
-        except hub.UnreachableError:
-            model = described_by_name(name)
-            if model is None:
-                raise
-            print(f"the hub cannot be reached: the plan of {repo} uses its recipe and its name", file=sys.stderr)
+    is_own = recipe is not None and hub.hub_id(recipe.settings["target"]) == repo
+    model = recipe.model if recipe is not None and is_own else _published(repo)
     return bound_of(config, described_target(name, model)), False
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -66,13 +65,3 @@ def _fields(name: str) -> dict[str, Any]:
         return {**own, "model": published_model(own["model"])}
     base = _fields(own.pop("base"))
     return {**base, **own, "settings": {**base["settings"], **own["settings"]}}
-
-
-def described_by_name(target: str) -> Mapping[str, Any] | None:
-    """Return the model config from the recipe of a target's base model, if any, quantized as the target's name says."""
-    recipe = recipe_for(target)
-    if recipe is None:
-        return None
-    model = {key: value for key, value in recipe.model.items() if key != "quantization"}
-    bits = re.search(r"\b(\d)-?bit", target, re.IGNORECASE)  # as mlx-community names them; groups of 64 are the default
-    return {**model, "quantization": {"group_size": 64, "bits": int(bits[1])}} if bits else model
