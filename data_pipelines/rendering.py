@@ -91,13 +91,14 @@ def render_all(
 ) -> tuple[list[Sample], RenderReport]:
     """Render conversations; drop and count those without an answer in their first `max_length` tokens.
 
-    With `skip_bad`, those that `render` refuses are dropped too.
+    With `skip_bad`, those that `examine` refuses and those without an answer are dropped too.
     """
     kept: list[Sample] = []
     report = RenderReport()
     for conversation in conversations:
         try:
-            whole, lost = _learned(tokenizer, conversation)
+            check_answer(conversation)
+            whole, lost = examine(tokenizer, conversation)
         except DataError:
             if not skip_bad:
                 raise
@@ -117,16 +118,6 @@ def render_all(
     return kept, report
 
 
-def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
-    """Return the tokens and the loss mask of one conversation.
-
-    Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
-    generation %}` tags, or found by rendering the conversation up to each answer. Raises DataError with the
-    conversation's origin if there is no such part, or if the template refuses the conversation.
-    """
-    return _learned(tokenizer, conversation)[0]
-
-
 def check_answer(conversation: Conversation) -> None:
     """Raise DataError if a conversation has no answer to learn."""
     if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
@@ -136,13 +127,13 @@ def check_answer(conversation: Conversation) -> None:
         )
 
 
-def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    check_answer(conversation)
-    return examine(tokenizer, conversation)
-
-
 def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """Render a whole conversation, even without an answer, and find what the template drops. Raises like `render`."""
+    """Return the tokens and the loss mask of a conversation, even without an answer, and what the template drops.
+
+    Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
+    generation %}` tags, or found by rendering the conversation up to each answer. Raises DataError with the
+    conversation's origin if an answer cannot be found, or if the template refuses the conversation.
+    """
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
@@ -189,7 +180,7 @@ def _left_out(chat: RenderedChat) -> set[str]:
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
-    """Return the tokens of a conversation, with or without an answer. Raises DataError as `render` does."""
+    """Return the tokens of a conversation, with or without an answer. Raises like `examine`."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
     chat = RenderedChat.of(tokenizer, conversation)
@@ -197,7 +188,7 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
-    """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `render`."""
+    """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `examine`."""
     messages = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()

@@ -210,7 +210,7 @@ def test_scripts_import_no_command_line() -> None:
         ("serve/bench/x.py", "from ...train import loop", "serve imports the application"),
         ("data_pipelines/rendering.py", "import eagle_mlx.train.loop", "data_pipelines imports the application"),
         ("train/cli.py", "import eagle_mlx.data_pipelines", "only what its __init__ offers"),
-        ("train/cli.py", "from eagle_mlx.data_pipelines.rendering import render", "only what its __init__ offers"),
+        ("train/cli.py", "from eagle_mlx.data_pipelines.rendering import examine", "only what its __init__ offers"),
         ("train/cli.py", "from eagle_mlx.data_pipelines import cli", "only what its __init__ offers"),
         ("train/loop.py", "from eagle_mlx.train.step import step", "import it relatively"),
         ("train/loop.py", "from train.step import step", "a second name"),

@@ -141,7 +141,7 @@ def check_conversations(config: DataConfig, split: Split | None, answers: bool =
     """Read sources before a model is loaded, so that their errors show at once: JSON files whole, the start of others.
 
     `answers`: each conversation must have an answer to learn. Raises DataError and ConfigError as `read_conversations`
-    and `render` do, but does not count tokens. Built-in sources have no errors.
+    and `examine` do, but does not count tokens. Built-in sources have no errors.
     """
     for source in config.parsed:
         if source.kind == "builtin":

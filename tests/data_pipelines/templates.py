@@ -8,7 +8,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx.data_pipelines.rendering import render
+from eagle_mlx.data_pipelines import Conversation
+from eagle_mlx.data_pipelines.rendering import Rendered, check_answer, examine
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from tests.fakes import plain_tokenizer
 
@@ -22,6 +23,12 @@ def template_tokenizer(template: str, ends: Sequence[str] = (), special: Sequenc
         {"additional_special_tokens": [*dict.fromkeys([*_SPECIAL.findall(template), *ends, *special])]}
     )
     return TokenizerWrapper(inner, eos_token_ids=inner.convert_tokens_to_ids(list(ends)))
+
+
+def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
+    """Return the tokens and the loss mask of a conversation with an answer."""
+    check_answer(conversation)
+    return examine(tokenizer, conversation)[0]
 
 
 def shown(tokenizer: TokenizerWrapper, row: dict[str, Any]) -> str:

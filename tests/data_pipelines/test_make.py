@@ -17,7 +17,6 @@ from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations
 from eagle_mlx.data_pipelines.conversation import Conversation, Message
 from eagle_mlx.data_pipelines.jsonl import Done, partial_path
 from eagle_mlx.data_pipelines.options import MakeConfig
-from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis import (
     DOMAINS,
@@ -51,6 +50,7 @@ from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.target import Target
+from tests.data_pipelines.templates import render
 from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
 from tests.forks import Fork
 from tests.full import in_full

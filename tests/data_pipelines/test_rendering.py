@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.data_pipelines import Conversation, Message, render_all
-from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.errors import DataError
+from tests.data_pipelines.templates import render
 from tests.fakes import embedded_tokenizer, plain_tokenizer
 from tests.full import some
 

@@ -11,9 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, prompt_tokens, read_conversations, render_all
 from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
-from eagle_mlx.data_pipelines.rendering import examine, render
+from eagle_mlx.data_pipelines.rendering import examine
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import DataError
+from tests.data_pipelines.templates import render
 from tests.fakes import plain_tokenizer
 
 TOOLED = (

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import cli
-from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import load_target
 from tests.data_pipelines.rows import ROWS
+from tests.data_pipelines.templates import render
 from tests.fakes import interrupt_after, talking_target_folder, tiny_adapters
 
 TEMPLATE = (
