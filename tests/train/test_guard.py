@@ -43,7 +43,7 @@ def samples(bad: int | None) -> InMemory:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_nothing_changes_and_the_row_is_named(accumulate: int, optimizer: str) -> None:
+def test_nothing_changes_if_a_loss_is_not_finite(accumulate: int, optimizer: str) -> None:
     target = tiny_target()
     config = CONFIG.changed(accumulate=accumulate, optimizer=optimizer)
     head = KINDS["eagle3"].new(target, config, np.arange(0, 128, 2), (0, 1, 2))
@@ -57,9 +57,8 @@ def test_nothing_changes_and_the_row_is_named(accumulate: int, optimizer: str) -
         return {name: np.array(array) for name, array in arrays.items()}
 
     before = state()
-    with pytest.raises(NotFiniteError, match="the loss is nan") as error:
+    with pytest.raises(NotFiniteError, match="the loss is nan"):
         stepper(bad, 1.0)
-    assert [bad.samples[row] for row in error.value.rows] == [(4,)]
     after = state()
     assert after.keys() == before.keys()
     assert all(np.array_equal(after[name], before[name]) for name in before)

@@ -201,13 +201,14 @@ class Run:
         return schedule.factor(step, self.watch.elapsed, rates.warmup, rates.final_lr)
 
     def _explained(self, error: NotFiniteError, batches: Batches, rows: Rows) -> EagleError:
-        """Return an error that names the suspicious samples and a remedy."""
-        places = [batches.samples.where(sample) for row in error.rows for sample in rows.samples[row]]
-        what = f"check {', '.join(places)}, or lower --lr" if places else "lower --lr, since each row alone is finite"
+        """Return an error that names the batch's samples and a remedy."""
+        numbers = sorted({sample for samples in rows.samples for sample in samples})
+        places = ", ".join(map(batches.samples.where, numbers))
         last = self._setup.folder / LAST
         return EagleError(
-            f"{error} at step {self.progress.step + 1}; the weights are unchanged; {what} "
-            f"(now {self.config.optimization.lr:g})" + (f"; the last good head is in {last}" if last.exists() else "")
+            f"{error} at step {self.progress.step + 1}; the weights are unchanged; lower --lr (now "
+            f"{self.config.optimization.lr:g}), or check what it learned from: {places}"
+            + (f"; the last good head is in {last}" if last.exists() else "")
         )
 
     def _log_recent(self, schedule: Schedule) -> None:

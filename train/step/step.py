@@ -53,9 +53,8 @@ class StepResult:
 class NotFiniteError(EagleError):
     """Raised before a step that would make the weights NaN or infinite."""
 
-    def __init__(self, loss: float, norm: float, rows: list[int]):
+    def __init__(self, loss: float, norm: float):
         super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
-        self.rows = rows  # rows of this process that are not finite on their own; empty if only the sum is not finite
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Stepper:
         self._steps += 1
         self._optimizers.set_rates(factor)
         with one_blas_thread(len(self._streams) > 1):
-            norm, loss, by_step, hits, *features = self._learn(groups, scale, rows)
+            norm, loss, by_step, hits, *features = self._learn(groups, scale)
         self._freed.after_step()
         return StepResult(
             float(np.array(loss)),
@@ -139,7 +138,7 @@ class Stepper:
         with_loss = [[part for part in group if part.plan.counts[0]] for group in groups]
         return [group for group in with_loss if group]
 
-    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32], rows: Rows) -> list[mx.array]:
+    def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> list[mx.array]:
         """Update the weights. Return the gradient's norm and the results, summed over groups and processes."""
         total = self._accumulate(groups, scale)
         if self._world.size > 1:
@@ -148,7 +147,10 @@ class Stepper:
         results, gradient = total
         norm = gradient_norm(gradient)
         mx.eval(norm, results)
-        self._check(norm, results[0], rows)
+        values = float(np.array(results[0])), float(np.array(norm))
+        if not all(map(math.isfinite, values)):
+            self._steps -= 1
+            raise NotFiniteError(*values)
         self._update(gradient, norm)
         del total, gradient  # so that the update can reuse their memory
         for weight in arrays_of(self.head.parameters()).values():
@@ -174,22 +176,6 @@ class Stepper:
         by_step = mx.zeros(len(self._weights))
         results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
         return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
-
-    def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
-        values = float(np.array(loss)), float(np.array(norm))
-        if all(map(math.isfinite, values)):
-            return
-        self._steps -= 1
-        single = enumerate(rows.split(max(1, len(rows.tokens))))
-        raise NotFiniteError(*values, [number for number, row in single if not self._is_finite(row)])
-
-    def _is_finite(self, rows: Rows) -> bool:
-        groups = self._parts(rows)
-        if not groups:
-            return True
-        counts = sum(part.plan.counts for part in itertools.chain(*groups))
-        (loss, *_), gradient = self._accumulate(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
-        return bool(mx.isfinite(loss + gradient_norm(gradient)))
 
     def sync(self) -> None:
         """Broadcast rank 0's head and state exactly."""
