@@ -41,7 +41,7 @@ from .options import (
     RegenerateOptions,
 )
 from .rendering import Rendered, RenderReport, examine, render_all
-from .sources import describe_presets
+from .sources import PRESETS_FILE
 from .sources.reading import ReadReport, check_conversations, read_conversations
 from .synthesis import steerable
 from .synthesis.file import MakeLimits, Wanted, make_to_file
@@ -195,7 +195,7 @@ def tokenizer_of(target: Target) -> TokenizerWrapper:
 
 
 def list_presets(_: PresetsOptions) -> None:
-    print(describe_presets())
+    print(PRESETS_FILE.read_text(encoding="utf-8"), end="")
 
 
 def inspect(options: InspectOptions) -> None:

@@ -28,7 +28,8 @@ SPECS = """\
   preset:ultrachat           a well-known data set (`eagle-data presets` lists them)
   preset:ultrachat@PLACE     the same set from a file, a folder or another hub id with its rows
 SOURCE=WEIGHT mixes sources: a.jsonl=0.7 b.parquet=0.3"""
-PRESETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("presets.yaml"), "list of presets")
+PRESETS_FILE = Path(__file__).with_name("presets.yaml")
+PRESETS: dict[str, dict[str, Any]] = read_yaml(PRESETS_FILE, "list of presets")
 _WEIGHT = re.compile(r"(?P<name>.+)=(?P<weight>[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"[\w.-]+(\[[\d%:-]*\])?(\+[\w.-]+(\[[\d%:-]*\])?)*")
@@ -105,14 +106,3 @@ def _preset(text: str) -> Source:
     options = {key: preset[key] for key in ("config", "split", "files") if key in preset}
     source = _parse(place) if at else Source(text, "hub", preset["id"], **options)
     return replace(source, spec=text, fields=FieldMap(preset["names"]), uneven=preset.get("uneven", False))
-
-
-def describe_presets() -> str:
-    parts = []
-    for name, preset in PRESETS.items():
-        place = ":".join(preset[key] for key in ("id", "config", "split") if key in preset)
-        reads = f"{place}, file {preset['files']}" if "files" in preset else place
-        fields = ", ".join(f"{ours}={theirs}" for ours, theirs in preset["names"].items())
-        about = {"reads": reads, "fields": fields, "holds": preset["holds"], "license": preset["license"]}
-        parts.append("\n".join([f"preset:{name}", *(f"  {key:8} {value}" for key, value in about.items())]))
-    return "\n\n".join(parts)

@@ -134,4 +134,4 @@ def test_the_list_holds_ids_contents_and_licenses(capsys: pytest.CaptureFixture[
     assert cli.main(["presets"]) == 0
     said = capsys.readouterr().out
     for name, preset in PRESETS.items():
-        assert all(text in said for text in (f"preset:{name}", preset["id"], preset["holds"], preset["license"]))
+        assert all(text in said for text in (f"{name}:", preset["id"], preset["holds"], preset["license"]))
