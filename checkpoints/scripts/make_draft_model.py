@@ -30,7 +30,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from train_target import use_fast_cpu_math
 
 from eagle_mlx.data_pipelines import DataConfig, read_conversations
-from eagle_mlx.data_pipelines.rendering import render
+from eagle_mlx.data_pipelines.rendering import examine
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -70,7 +70,7 @@ def read_streams(folder: Path, answers: list[Path]) -> tuple[Stream, Stream]:
     streams = []
     for split in ("train", "heldout"):
         conversations = read_conversations(DataConfig(tuple(map(str, answers))), split)
-        rendered = [render(tokenizer, conversation) for conversation in conversations]
+        rendered = [examine(tokenizer, conversation)[0] for conversation in conversations]
         tokens, mask = (
             np.concatenate([np.array(part, np.int32) for part in parts]) for parts in zip(*rendered, strict=True)
         )
