@@ -71,6 +71,7 @@ LAYOUTS = """\
   eagle        EAGLE-1: SafeAILab, SGLang
   eagle3       EAGLE-3: SGLang, vLLM, SpecForge
   mtp          MTP: EAGLE-MLX
+  muse         DFlash: mlx-vlm, SGLang
   peagle       P-EAGLE: SpecForge, vLLM
   qwen3_5_mtp  MTP: mlx-vlm
   specforge    DSpark: SpecForge, SGLang

@@ -40,10 +40,11 @@ class HeadFolder:
     tensors: Tensors  # without the prefix `model.`
     target_layers: int | None = None
     """The target's number of layers if known: it determines the aux layers if the config does not name them."""
+    target_vocab: int | None = None  # the size of the target's vocabulary if known, for configs without one
     prefixed: bool = False  # whether some names have that prefix
 
     @classmethod
-    def read(cls, folder: Path, target_layers: int | None = None) -> HeadFolder:
+    def read(cls, folder: Path, target_layers: int | None = None, target_vocab: int | None = None) -> HeadFolder:
         """Read a folder; tensors are loaded lazily. Raises CheckpointError as `read_config` and `read_tensors` do."""
         config, named = read_config(folder), read_tensors(folder)
         tensors: Tensors = {}
@@ -52,7 +53,7 @@ class HeadFolder:
             if short in tensors:
                 raise CheckpointError(f"{folder} has {short} twice, once as {name}; keep one of them")
             tensors[short] = value
-        return cls(folder, config, tensors, target_layers, prefixed=named.keys() != tensors.keys())
+        return cls(folder, config, tensors, target_layers, target_vocab, prefixed=named.keys() != tensors.keys())
 
     @property
     def file(self) -> Path:

@@ -39,7 +39,7 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
     """
     folder = hub.resolve(name)
     with loading(f"{folder} as a head", CheckpointError):
-        files = HeadFolder.read(folder, None if target is None else target.num_layers)
+        files = HeadFolder.read(folder, *(() if target is None else (target.num_layers, target.vocab_size)))
         layout = layout_of(files)[1]
         check_floating(folder, files.tensors)
         head: DraftHead = layout.load(files)
@@ -95,7 +95,7 @@ def _refusal(config: Mapping[str, Any]) -> str | None:
         return "Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can"
     if "efficient_lm_head_config" in config or any("eagle4" in str(name).lower() for name in names):
         return "a head of EAGLE-4, and EAGLE-4 is not supported; EAGLE-1 to 3 heads are"
-    if not model_type.endswith("_assistant"):
+    if not model_type.endswith("_assistant") or model_type == block.MUSE:
         return None
     why = "whose file layout is not supported; for the same target, DFlash and DSpark heads can be loaded"
     if model_type.startswith("gemma4"):

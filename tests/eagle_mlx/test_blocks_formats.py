@@ -26,6 +26,9 @@ HEADS = {
     "dflash, output": lambda t: dflash(t, embedding_scale=2.0, output_multiplier=0.5, logit_softcap=30.0),
     "dflash, sees all": lambda t: dflash(t, windows=(6, 6)),
     "dflash, anchored": lambda t: dflash(t, **SLIDING, window_start="anchor"),
+    "dflash, around": lambda t: dflash(
+        t, windows=(3, None), window_start="around", embedding_scale=1.0, logit_softcap=0.0
+    ),
     "dspark, windows": lambda t: dspark(t, **SLIDING),
     "dspark, interleaved": lambda t: dspark(t, interleaved_rope=True, first_slot_drafts=False),
     "dspark, yarn": lambda t: dspark(
@@ -36,6 +39,7 @@ SAYABLE = {
     ("dflash", "dflash"): ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
     ("dflash2", "dflash2"): ["dflash2"],
     ("dflash", "speculators"): ["dflash", "dflash, anchored"],
+    ("dflash", "muse"): ["dflash, around"],
     ("dspark", "dspark"): ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn", "dspark, gemma"],
     ("dspark", "speculators"): ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
     ("dspark", "specforge"): ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
@@ -69,6 +73,9 @@ def test_round_trips_are_exact(layout: tuple[str, str], name: str, tmp_path: Pat
     ("layout", "name"),
     [
         (("dflash", "dflash"), "dflash, anchored"),
+        (("dflash", "dflash"), "dflash, around"),
+        (("dflash", "muse"), "dflash, windows"),
+        (("dflash", "speculators"), "dflash, around"),
         (("dflash", "speculators"), "dflash, windows"),
         (("dflash", "speculators"), "dflash, output"),
         (("dspark", "dspark"), "dspark, windows"),

@@ -33,6 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "windows by slot": {"windows": (6, None), "causal": (True, False)},
     "windows shorter than the block": {"windows": (2, 3), "causal": (True, False)},
     "windows by anchor": {"windows": (4, 7), "window_start": "anchor", "first_slot_drafts": True},
+    "windows around slots": {"windows": (2, 6), "window_start": "around"},
     "gemma": {**GEMMA, "embedding_scale": 5.0, "first_slot_drafts": True},
 }
 

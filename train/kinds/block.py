@@ -130,11 +130,8 @@ def _masks(sees: BlockAttention, segments: mx.array, anchors: mx.array, slots: i
     own = mx.take_along_axis(segments, anchors, axis=1)[..., None, None]
     context = (keys < anchor) & (segments[:, None, None] == own)
     block = slot <= slot[:, None] if sees.causal else mx.ones((slots, slots), mx.bool_)
-    if sees.window is not None and sees.window_start == "slot":
-        context = context & (keys > anchor + slot[:, None] - sees.window)
-        block = block & (slot > slot[:, None] - sees.window)
-    elif sees.window is not None:
-        context = context & (keys >= anchor - sees.window)
+    context = context & sees.near(keys, anchor + slot[:, None], anchor)
+    block = block & sees.near(slot, slot[:, None], 0)
     return (1 - context.astype(mx.float32)) * HIDDEN, (1 - block.astype(mx.float32)) * HIDDEN
 
 

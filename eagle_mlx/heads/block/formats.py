@@ -1,11 +1,13 @@
-"""File layouts of block drafters: three with fields at the top level or in `dflash_config`, and that of speculators.
+"""File layouts of block drafters: four with fields at the top level or in `dflash_config`, and that of speculators.
 
 - z-lab, DFlash and DFlash2: without an embedding and an output projection of their own.
 - DeepSpec (`Qwen3DSparkModel`), DSpark: with both; its `dflash_*_block7` are DSpark heads without a Markov head.
 - SpecForge (`DSparkDraftModel`) and LiquidAI (`Lfm2DSparkDraftModel`), DSpark: with neither.
+- Meta (`muse_glimmer_assistant`), DFlash under other names: embeddings and logits are the target's without its norm,
+  scale and soft cap. Its windows reach to both sides of a slot, and no layer is causal.
 
-A window ends at each slot and includes it. Layers with a window are causal within the block, unless `is_causal` or, in
-z-lab's, `dflash_config.causal` say otherwise. DeepSpec's layers have no windows.
+Other windows end at each slot and include it. Layers with a window are causal within the block, unless `is_causal` or,
+in z-lab's, `dflash_config.causal` say otherwise. DeepSpec's layers have no windows.
 
 vllm-project/speculators has a separate config for the layers of DFlash and DSpark heads. Layer ids are one higher than
 ours. A window counts the positions before the anchor, for all slots alike, and has no effect within the block. Layers
@@ -16,6 +18,7 @@ files only if the draft vocabulary is smaller than the target's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -38,6 +41,9 @@ from eagle_mlx.heads.block.layers import BlockConfig
 ZLAB, ZLAB_2 = "DFlashDraftModel", "DFlash2DraftModel"
 DEEPSPEC, GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
+MUSE = "muse_glimmer_assistant"
+_IN_MUSE = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+_MUSE_OUTPUT = {"embedding_scale": 1.0, "output_multiplier": 1.0, "logit_softcap": 0.0}
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 _OF_ZLAB = (*SHARED, "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
@@ -46,6 +52,7 @@ _OF_GEMMA = (
     *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping"),
     *("num_kv_shared_layers", "use_bidirectional_attention", "vocab_size_per_layer_input"),
 )
+_NO_ENDS = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
 _PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None}
 
 _IDS = "aux_hidden_state_layer_ids"
@@ -69,6 +76,27 @@ def load_zlab(files: HeadFolder) -> BlockHead:
     tensors = fields.block_tensors(files)
     tensors = {f"{name}.weight" if name in _CODEBOOKS else name: x for name, x in tensors.items()}
     return build(files.folder, DFlash2Head if is_second else DFlashHead, config, tensors)
+
+
+def load_muse(files: HeadFolder) -> DFlashHead:
+    """Make a head of its files. Its config has no vocabulary, which is the target's."""
+    written = fields.flat_config(files.file, files.config, SHARED)
+    with reading(files.file):
+        size = written.get("vocab_size", files.target_vocab)
+        check(size is not None, "vocab_size is missing; load the head with its target")
+        check(not written.get("is_causal"), "is_causal is true; slots of Muse Glimmer's assistants see later ones")
+        kinds = written.get("layer_types") or ["sliding_attention"] * int(written["num_hidden_layers"])
+        shared = fields.shared_fields({**written, "vocab_size": size, "layer_types": kinds}, files.target_layers)
+        config = BlockConfig(**shared, **_MUSE_OUTPUT, window_start="around")
+    ours = {name: short for short, name in _IN_MUSE.items()}
+    tensors = {_renamed(name, ours): x for name, x in fields.block_tensors(files).items()}
+    return build(files.folder, DFlashHead, config, tensors, partial(_renamed, names=_IN_MUSE))
+
+
+def _renamed(tensor: str, names: Mapping[str, str]) -> str:
+    """Return a tensor's name with its module renamed if `names` has the module."""
+    module, dot, last = tensor.rpartition(".")
+    return f"{names.get(module, module)}{dot}{last}"
 
 
 def load_deepspec(files: HeadFolder) -> DSparkHead:
@@ -111,9 +139,8 @@ def _with_causality(config: Mapping[str, Any], target_layers: int | None) -> dic
 
 def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     config, second, weights = head.config, isinstance(head, DFlash2Head), weights_of(head)
-    ends = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
     fields.check_block_expressible(
-        config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **ends, **_windows_end_at_slots(config)
+        config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **_NO_ENDS, window_start="slot"
     )
     own = {name: getattr(config, name) for name in _SELECTOR} if second else {}
     output = {
@@ -134,6 +161,19 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
     save_head(folder, written, weights, **options)
 
 
+def save_muse(head: DFlashHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    config, whose = head.config, "Muse Glimmer's"
+    fields.check_block_expressible(config, whose, **_MUSE_OUTPUT, **_NO_ENDS, window_start="around", causal=())
+    written = {
+        **fields.block_layer_json(config),
+        **quantization_json(config.quantization),
+        **_block_json(config),
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": MUSE,
+    }
+    save_head(folder, written, {_renamed(name, _IN_MUSE): x for name, x in weights_of(head).items()}, **options)
+
+
 def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     config = head.config
     scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
@@ -147,14 +187,10 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
 
 def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     config = head.config
-    fields.check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
+    fields.check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, window_start="slot")
     nested = {**_block_json(config), **fields.dspark_json(config), "projector_type": "dspark"}
     placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **_causal_json(config), DFLASH: nested}
     _write(head, folder, placed, options)
-
-
-def _windows_end_at_slots(config: BlockConfig) -> dict[str, Any]:
-    return {"window_start": "slot"} if config.windows else {}
 
 
 def _block_json(config: BlockConfig) -> dict[str, Any]:
@@ -266,9 +302,11 @@ def _of_speculators(kind: str, title: str) -> Format:
 _ZLAB, _ZLAB_2 = (_holds(ZLAB), load_zlab, save_zlab), (_holds(ZLAB_2), load_zlab, save_zlab)
 _DEEPSPEC = _holds(DEEPSPEC, GEMMA), load_deepspec, save_deepspec
 _SPECFORGE = _holds(SPECFORGE, LIQUID), load_specforge, save_specforge
+_MUSE = (lambda config, _: config.get("model_type") == MUSE), load_muse, save_muse
 DFLASH_FORMATS = (
     Format("dflash", "DFlash, as z-lab writes it", ("z-lab", "vLLM", "SGLang"), *_ZLAB),
     _of_speculators("dflash", "DFlash"),
+    Format("muse", "DFlash, as Meta writes it for Muse Glimmer", ("mlx-vlm", "SGLang"), *_MUSE),
 )
 DFLASH2_FORMATS = (Format("dflash2", "DFlash2, as z-lab writes it", ("z-lab", "SGLang"), *_ZLAB_2),)
 DSPARK_FORMATS = (

@@ -116,7 +116,7 @@ class BlockHead(HeadBase[BlockConfig]):
         out: mx.array = self.lm_head(h) if self.config.own_lm_head else self.target.lm_head(h)
         if self.config.output_multiplier != 1:
             out = out * self.config.output_multiplier
-        if self._softcap is not None:
+        if self._softcap:
             out = mx.tanh(out / self._softcap) * self._softcap
         return out
 

@@ -16,9 +16,10 @@ import mlx.nn as nn
 from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape
 
-WindowStart = Literal["slot", "anchor"]
-"""Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
-same for all slots and without a limit within the block (speculators)."""
+WindowStart = Literal["slot", "anchor", "around"]
+"""Where an attention window is: it ends at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor,
+the same for all slots and without a limit within the block (speculators), or it reaches as many positions as it is long
+to either side of each slot (Muse Glimmer)."""
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
@@ -43,7 +44,7 @@ class BlockConfig(LayerShape):
     output_multiplier: float = 1.0
     """Factor of the logits. If it is 1 and there is no soft cap, a head without its own projection computes logits as
     the target does."""
-    logit_softcap: float | None = None  # soft limit of the logits; None for the target's own
+    logit_softcap: float | None = None  # soft limit of the logits; 0 for none, None for the target's own
     markov_head: MarkovKind | None = None
     markov_rank: int = 0
     confidence_head: bool = False
@@ -114,12 +115,15 @@ class BlockAttention:
         context, block = keys < anchor, (keys >= anchor) & (keys < anchor + slots)
         if self.causal:
             block = block & (keys <= places)
-        if self.window is not None and self.window_start == "slot":
-            near = keys > places - self.window
-            context, block = context & near, block & near
-        elif self.window is not None:
-            context = context & (keys >= anchor - self.window)
-        return (context | block)[:, None]
+        return ((context | block) & self.near(keys, places, anchor))[:, None]
+
+    def near(self, keys: mx.array, slots: mx.array, anchor: mx.array | int) -> mx.array | bool:
+        """Return whether the window of slots has these keys: positions of keys, of slots and of the anchor."""
+        if self.window is None:
+            return True
+        if self.window_start == "anchor":
+            return keys >= anchor - self.window
+        return keys > slots - self.window if self.window_start == "slot" else mx.abs(keys - slots) <= self.window
 
 
 KeysValues = tuple[mx.array, mx.array]  # keys and values, each [B, kv_heads, L, D]
