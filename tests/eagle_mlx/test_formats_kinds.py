@@ -23,7 +23,7 @@ from eagle_mlx.heads.mtp import mtp_of_model
 from eagle_mlx.heads.mtp.formats import quantized, save_speculators_mtp, save_split
 from eagle_mlx.heads.mtp.published import mtp_of_tensors
 from eagle_mlx.target import load_target
-from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
+from tests.eagle_mlx.heads import ALL, KINDS, dflash, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder
 
 TARGET = tiny_target(vocab=64)
@@ -188,7 +188,9 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, lambda t: t.pop("fc.weight"), {}, "has a language model and not a head"),
         (eagle, lambda t: [t.pop(k) for k in list(t) if "layers" in k], {}, "has no known head"),
         (eagle, None, {"medusa_num_heads": 4}, "has Medusa heads, which cannot be loaded"),
-        (eagle, None, {"model_type": "gemma4_assistant"}, "gemma4_assistant.*keys and values"),
+        (eagle, None, {"model_type": "gemma4_assistant"}, "gemma4_assistant.*reads the target's keys and values"),
+        (eagle, None, {"model_type": "gemma4_unified_assistant"}, "reads the target's keys and values; heads that"),
+        (dflash, None, {"model_type": "gemma4_assistant"}, "reads the target's keys and values"),
         (eagle, None, {"model_type": "other_assistant"}, "other_assistant.*layout is not supported"),
         (eagle, None, {"architectures": ["LlamaForCausalLMEagle4"]}, "EAGLE-4 is not supported"),
         (eagle, None, {"efficient_lm_head_config": {}}, "EAGLE-4 is not supported"),
