@@ -25,7 +25,7 @@ kinds of heads:
   eagle3  reads three of the target's layers; has its own output projection over the most frequent tokens
   eagle   EAGLE-1 and 2: reads the target's last hidden state and predicts the next one
   mtp     one layer of the target's architecture; reads the last hidden state, and is reused for every draft token
-  dspark, dflash, peagle   draft a whole block in one forward
+  dspark, dflash2, dflash, peagle   draft a whole block in one forward
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head

@@ -62,6 +62,11 @@ KIND_SETTINGS = {
         },
     ),
     "dflash": KindSettings("block:DFlashKind", _BLOCK, _NOT_IN_BLOCKS),
+    "dflash2": KindSettings(
+        "block:DFlash2Kind",
+        {name: value for name, value in _BLOCK.items() if name != "draft_vocab"},
+        {**_NOT_IN_BLOCKS, "draft_vocab": _ONE_LAYER["draft_vocab"]},
+    ),
     "dspark": KindSettings("block:DSparkKind", {**_BLOCK, "loss_weights": (0.9, 0.1)}, _NOT_IN_BLOCKS),
 }
 LAYOUTS = """\

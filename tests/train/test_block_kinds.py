@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads import load_head
-from eagle_mlx.heads.block import BlockHead, DSparkHead
+from eagle_mlx.heads.block import BlockHead, DFlashHead, DSparkHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows
@@ -23,7 +25,7 @@ from eagle_mlx.train.kinds.eagle3 import share_of, unroll_masks
 from eagle_mlx.train.step.inputs import ANCHORS, make_anchor_plan
 from eagle_mlx.train.step.losses import confidence_loss
 from eagle_mlx.train.unroll import Inputs
-from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config
+from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config, dflash2, likeliest
 from tests.fakes import randomize, tiny_target
 
 LENGTH = 24
@@ -33,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "windows by slot": {"windows": (6, None), "causal": (True, False)},
     "windows shorter than the block": {"windows": (2, 3), "causal": (True, False)},
     "windows by anchor": {"windows": (4, 7), "window_start": "anchor", "first_slot_drafts": True},
+    "convolutions": {"conv_kernel_size": 2, "conv_group_size": 8, "windows": (6, None)},
     "windows around slots": {"windows": (2, 6), "window_start": "around"},
     "gemma": {**GEMMA, "embedding_scale": 5.0, "first_slot_drafts": True},
 }
@@ -120,6 +123,49 @@ def test_the_markov_head_reads_as_in_drafting(kind: str) -> None:
         np.testing.assert_array_equal(got, h)
         np.testing.assert_array_equal(embedded, head.markov_head.embedding(before))
         np.testing.assert_allclose(logits + head.markov_head.markov_w2(latent), wanted, atol=1e-5)
+
+
+def test_the_selector_reads_as_in_drafting() -> None:
+    model, rng = target(), np.random.default_rng(0)
+    head = dflash2(model)
+    head.attach(model)
+    tokens = mx.array(rng.integers(0, model.vocab_size, (2, LENGTH)))
+    anchors = mx.array([[3, 9], [1, LENGTH - 5]])
+    outputs = [mx.array(rng.normal(size=(2, 2, model.hidden_size)), mx.float32) for _ in range(head.config.drafts)]
+    for slot, (h, x) in enumerate(zip(outputs, with_latents(head, outputs, tokens, anchors), strict=True)):
+        before, logits = mx.take_along_axis(tokens, anchors + slot, axis=1), head.logits(h)
+        candidates = likeliest(head, logits)
+        assert candidates is not None
+        wanted, _ = head.slot_logits(before, h, logits, None, candidates)
+        got, latent = mx.split(x, [model.hidden_size], axis=-1)
+        np.testing.assert_array_equal(got, h)
+        scores = head.candidate_selector.scores(latent, logits, candidates)
+        np.testing.assert_allclose(scores, mx.take_along_axis(wanted, candidates, axis=-1), atol=1e-5)
+
+
+def test_a_new_dflash2_head_drafts_as_a_dflash_head() -> None:
+    """Its convolutions return their input, and its selector changes no candidate's logit."""
+    model, kind = target(), KINDS["dflash2"]
+    config = resolve(TrainConfig().changed(head="dflash2", unroll=3), model.hidden_size)
+    head: Any = kind.new(model, config, None, kind.aux_layers(model, config))
+    assert head.config.selector_rank == 8
+    for layer in head.layers:  # with layers that add something
+        rng = np.random.default_rng(1)
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight = mx.array(rng.normal(0, 0.2, part.weight.shape), mx.float32)
+    plain = DFlashHead(replace(head.config, conv_kernel_size=0, selector_rank=0, selector_top_k=0))
+    own = dict(tree_flatten(plain.parameters()))
+    plain.load_weights([(name, value) for name, value in tree_flatten(head.parameters()) if name in own])
+    plain.attach(model)
+    rng = np.random.default_rng(0)
+    x, g = (mx.array(rng.normal(size=(2, n, model.hidden_size)), mx.float32) for n in (4, 9))
+    h = head(x, g)
+    np.testing.assert_allclose(h, plain(x, g), atol=1e-6)
+    logits = head.logits(h)
+    candidates = mx.argsort(-logits, axis=-1)[..., :16]
+    final, _ = head.slot_logits(mx.array([[1] * 4, [2] * 4]), h, logits, None, candidates)
+    same = mx.take_along_axis(final, candidates, axis=-1) == mx.take_along_axis(logits, candidates, axis=-1)
+    assert bool(mx.all(same))
 
 
 @st.composite
@@ -213,14 +259,14 @@ def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path:
     np.testing.assert_allclose(loaded.logits(h), head.logits(h), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
 def test_by_default_slots_have_the_weights_of_the_published_losses(name: str) -> None:
     decay = resolve(TrainConfig().changed(head=name), 32).optimization.decay
     np.testing.assert_allclose([decay**slot for slot in range(7)], np.exp(-np.arange(7) / 4))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "peagle"])
 def test_a_new_head_has_the_blocks_and_layers_that_the_settings_ask_for(name: str, layers: int) -> None:
     model, kind = target(), KINDS[name]
     config = resolve(TrainConfig().changed(head=name, unroll=3, layers=layers), model.hidden_size)

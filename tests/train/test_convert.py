@@ -27,7 +27,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server
-from tests.eagle_mlx.heads import dflash, dspark, eagle, eagle3, mtp, peagle
+from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
 from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
@@ -130,6 +130,7 @@ def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: st
         (dspark, "dspark", "specforge"),
         (dflash, "dflash", "speculators"),
         (peagle, "peagle", "speculators"),
+        (dflash2, "dflash2", "dflash2"),
     ],
 )
 def test_block_heads_to_another_layout_and_back_every_bit_is_the_same(

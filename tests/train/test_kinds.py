@@ -30,8 +30,8 @@ from eagle_mlx.train.step.inputs import make_plan, noise_of
 from eagle_mlx.train.step.losses import Objective, feature_losses
 from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
 from tests.architectures import tiny_model
+from tests.eagle_mlx.heads import ALL, eagle3
 from tests.eagle_mlx.heads import KINDS as RANDOM
-from tests.eagle_mlx.heads import eagle3
 from tests.fakes import tiny_target
 from tests.full import in_full, in_turn
 from tests.train.test_step import conversations
@@ -73,6 +73,7 @@ LEARNT_FROM = [
     ("mtp", {"loss": "hard"}),
     ("eagle3", {"loss": "lk"}),
     ("peagle", {"unroll": 4}),
+    ("dflash2", {"unroll": 3}),
 ]
 
 
@@ -89,10 +90,10 @@ def test_the_loss_falls_and_the_target_is_unchanged(target: Target, name: str, m
         np.testing.assert_array_equal(value, before[key])
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", [*RANDOM, "dflash2"])
 def test_the_gradient_of_any_head_is_finite_and_points_downhill(name: str) -> None:
     target = tiny_target(vocab=64)
-    head: Any = RANDOM[name](target)
+    head: Any = ALL[name](target)
     head.attach(target)
     rows = batch(target, head, 4)
     config = config_of(kind_of(head).name, unroll=3)
@@ -111,7 +112,7 @@ def test_the_gradient_of_any_head_is_finite_and_points_downhill(name: str) -> No
     assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 2e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", in_turn([*NEW, "peagle"], 1, 1))
+@pytest.mark.parametrize("name", in_turn([*NEW, "dflash2", "peagle"], 1, 1))
 def test_streams_change_only_rounding(target: Target, name: str) -> None:
     noise = {"feature_noise": 0.3}
     head, results = trained(target, config_of(name, **noise), 3)
@@ -122,7 +123,7 @@ def test_streams_change_only_rounding(target: Target, name: str) -> None:
         np.testing.assert_allclose(value, weights[key], atol=3e-4, err_msg=key)
 
 
-@pytest.mark.parametrize("name", [*NEW, "peagle"])
+@pytest.mark.parametrize("name", [*NEW, "dflash2", "peagle"])
 def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None:
     heads = [trained(target, config_of(name, seed=seed, feature_noise=0.2), 2)[0] for seed in (5, 5, 6)]
     first, again, other = ({k: np.array(v) for k, v in weights_of(head).items()} for head in heads)
@@ -247,7 +248,7 @@ def test_an_architecture_without_mtp_is_refused_by_name() -> None:
         KINDS["mtp"].check(target, config_of("mtp"))
 
 
-@pytest.mark.parametrize("name", in_full(list(KINDS), ["eagle3", "mtp", "dspark"]))
+@pytest.mark.parametrize("name", in_full(list(KINDS), ["eagle3", "mtp", "dflash2", "dspark"]))
 def test_a_quantized_target(name: str) -> None:
     target = tiny_target(hidden=64)
     nn.quantize(target.model, 32, 4)
@@ -265,6 +266,7 @@ def test_a_quantized_target(name: str) -> None:
             "--draft-vocab cannot be used with --head mtp: .*leave --draft-vocab out",
         ),
         ({"head": "mtp", "heads": 2}, "--heads cannot be used with --head mtp"),
+        ({"head": "dflash2", "draft_vocab": 512}, "--head dflash2: it drafts the target's whole vocabulary"),
         (
             {"head": "eagle", "aux_layers": [1]},
             "--aux-layers cannot be used with --head eagle: it reads only the target's last layer",

@@ -24,7 +24,7 @@ from eagle_mlx.train.step.losses import (
 )
 from eagle_mlx.train.step.step import objective_of
 from tests.architectures import SCALED, tiny_model
-from tests.eagle_mlx.heads import dspark
+from tests.eagle_mlx.heads import dflash2, dspark
 from tests.fakes import randomize, tiny_head, tiny_target
 
 
@@ -162,6 +162,39 @@ def test_an_objective_is_the_weighted_sum_of_its_parts(loss: str, reads: str) ->
         assert found.item() == pytest.approx((np.array(weights * labels.inside) * parts).sum(), rel=1e-4)
 
 
+@pytest.mark.parametrize("selector", [0.0, 1.0, 0.5])
+def test_the_selector_learns_the_targets_token_among_the_largest_logits(selector: float) -> None:
+    """A label that is not among them counts in the main loss only. Hits are those of the selector's choice."""
+    target = tiny_target()
+    head = dflash2(target)
+    head.attach(target)
+    rng = np.random.default_rng(0)
+    h, latent = (rng.normal(size=(40, 32)).astype(np.float32) for _ in range(2))
+    z = np.array(head.logits(mx.array(h)), np.float64)
+    order = np.argsort(-z, axis=-1)
+    best = order[np.arange(40), np.arange(40) % 8]  # half of them are among the four candidates
+    labels = Labels(mx.zeros((40, 128)), mx.array(best, mx.int32), mx.array(rng.integers(0, 2, 40), mx.float32))
+    weights = mx.array(rng.uniform(0, 1, 40), mx.float32)
+    codebook = np.array(head.candidate_selector.successor_codebook.weight, np.float64)
+    losses, hits = np.zeros(40), np.zeros(40)
+    for at in range(40):
+        losses[at] = np.log(np.exp(z[at]).sum()) - z[at, best[at]]
+        candidates = order[at, :4].tolist()
+        if best[at] in candidates:
+            scores = z[at, candidates] + codebook[candidates] @ latent[at]
+            label = candidates.index(best[at])
+            losses[at] += selector * (np.log(np.exp(scores).sum()) - scores[label])
+            hits[at] = scores.argmax() == label
+    x, counted = mx.array(np.concatenate([h, latent], axis=-1)), np.array(weights * labels.inside)
+    objective = Objective("hard", selector_weight=selector)
+    loss, hit = step_loss(head, x, labels, weights, objective)
+    assert loss.item() == pytest.approx((counted * losses).sum(), rel=1e-4)
+    assert 0 < hit.item() == pytest.approx((counted * hits).sum(), rel=1e-4)
+    gradient = mx.grad(lambda x: step_loss(head, x, labels, weights, objective)[0])(x)
+    assert bool(mx.all(mx.isfinite(gradient)))
+    assert (float(mx.max(mx.abs(gradient[:, 32:]))) > 0) == (selector > 0)
+
+
 def test_the_feature_distance_is_the_mean_smooth_l1() -> None:
     rng = np.random.default_rng(0)
     outputs, wanted = rng.normal(0, 2, (2, 3, 4, 8)), rng.normal(0, 2, (5, 8))
@@ -177,9 +210,10 @@ def test_the_feature_distance_is_the_mean_smooth_l1() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_loss_weight_is_that_of_features_or_in_block_kinds_of_variation(kind: str) -> None:
     given = objective_of(TrainConfig.of(head=kind, loss="tv", loss_weights=(0.2, 0.7)))
-    in_blocks, confidence = KINDS[kind].in_blocks, float(kind == "dspark")
-    assert given == Objective("tv", 0.7, 0.2 * in_blocks, confidence, 0.2 * (not in_blocks))
-    assert objective_of(TrainConfig.of(head=kind, loss="tv")) == Objective("tv", confidence_weight=confidence)
+    in_blocks, confidence, selector = KINDS[kind].in_blocks, float(kind == "dspark"), float(kind == "dflash2")
+    assert given == Objective("tv", 0.7, 0.2 * in_blocks, confidence, selector, 0.2 * (not in_blocks))
+    usual = Objective("tv", confidence_weight=confidence, selector_weight=selector)
+    assert objective_of(TrainConfig.of(head=kind, loss="tv")) == usual
 
 
 def test_the_confidence_of_a_draft_is_not_learned_by_the_distribution() -> None:

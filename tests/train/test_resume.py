@@ -81,8 +81,8 @@ CHOSEN = ("rows", "length", "epochs", "lr", "eval_prompts")
 @pytest.mark.parametrize(
     "kind",
     in_full(
-        ["eagle3", "eagle", "mtp", "peagle", "adapted", "continued", "open"],
-        ["eagle3", "adapted", "continued", "open"],
+        ["eagle3", "eagle", "mtp", "dflash2", "peagle", "adapted", "continued", "open"],
+        ["eagle3", "dflash2", "adapted", "continued", "open"],
     ),
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
@@ -92,6 +92,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         "eagle3": ("--head", "eagle3", "--optimizer", "muon"),
         "eagle": ("--head", "eagle", "--draft-vocab", "0"),
         "mtp": ("--head", "mtp", "--draft-vocab", "0"),
+        "dflash2": ("--head", "dflash2", "--draft-vocab", "0"),
         "peagle": ("--head", "peagle"),
         "adapted": ("--init-from", str(published(target, tmp_path / "head")), "--lora-rank", "2"),
         "continued": ("--init-from", str(published(target, tmp_path / "head")), "--draft-vocab", "300"),

@@ -168,7 +168,7 @@ def test_muon_is_for_the_inner_matrices(target: Target) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["dspark", "dspark, rnn", "dspark, no markov", "dflash", "peagle"])
+@pytest.mark.parametrize("name", ["dspark", "dspark, rnn", "dspark, no markov", "dflash", "dflash2", "peagle"])
 def test_muon_is_not_for_embeddings_and_output_layers(name: str) -> None:
     target = tiny_target(vocab=61)
     head = ALL[name](target)

@@ -20,7 +20,7 @@ from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.kinds import kind_of
 from eagle_mlx.train.unroll import Inputs
-from tests.eagle_mlx.heads import dflash, dspark, eagle, eagle3, mtp, peagle
+from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_target
 
 LENGTH, WINDOW, STEPS = 24, 5, 4
@@ -32,6 +32,7 @@ HEADS: dict[str, DraftHead] = {
     "mtp": mtp(TARGET),
     "peagle": peagle(TARGET),
     "dflash": dflash(TARGET),
+    "dflash2": dflash2(TARGET),
     "dspark": dspark(TARGET),
     "dspark, gemma": dspark(TARGET, gemma=True, key_is_value=True, num_key_value_heads=1),
 }

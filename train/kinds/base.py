@@ -34,6 +34,8 @@ from .least_squares import Matrix, Moments, Piece
 Head = HeadBase[Any]
 H = TypeVar("H", bound=Head)
 Kept = NDArray[np.int64] | None  # [Vd]: the target's ids of a draft vocabulary, ascending; None for all
+_ZERO = ("o_proj.weight", "down_proj.weight", "kernel_projection.weight", "successor_codebook.weight")
+"""Matrices that begin at zero, by how their names end."""
 SPREAD = 0.02  # standard deviation of random weights
 Jitter = Callable[[mx.array], mx.array]  # adds noise to float32 hidden states [B, L, n], and casts them for the head
 _SHAPE = {
@@ -49,6 +51,7 @@ class Kind(ABC, Generic[H]):
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)  # the outputs of all draft steps
     in_blocks: ClassVar[bool] = False  # whether the draft steps are the slots of one block after each anchor
     confidence_weight: ClassVar[float] = 0.0  # weight of the binary cross-entropy of the head's confidence
+    selector_weight: ClassVar[float] = 0.0  # weight of the cross-entropy of the selector among its candidates
 
     @staticmethod
     def share(slot: int) -> float:
@@ -226,13 +229,18 @@ def mask_token(target: Target) -> int:
 
 
 def randomize(module: nn.Module, seed: int) -> None:
-    """Set norms to one, biases and the layers' output matrices to zero, so that they add nothing; others at random."""
+    """Set norms to one, biases and the layers' output matrices to zero, so that they add nothing; others at random.
+
+    Convolutions return their input, and a selector changes no logits.
+    """
     rng = np.random.default_rng(seed)
 
     def start(path: str, weight: mx.array) -> mx.array:
         if weight.ndim == 1:
             return mx.ones_like(weight) if "norm" in path else mx.zeros_like(weight)
-        if path.endswith(("o_proj.weight", "down_proj.weight")):
+        if path.endswith("base_kernel"):
+            return mx.broadcast_to(mx.arange(weight.shape[1])[:, None] == 0, weight.shape).astype(mx.float32)
+        if path.endswith(_ZERO):
             return mx.zeros_like(weight)
         return mx.array(rng.normal(0.0, SPREAD, weight.shape), mx.float32)
 
@@ -264,7 +272,7 @@ def choose_trained(head: Head, config: TrainSettings) -> None:
     head.load_weights(list(in_file_type(weights_of(head), pass_type(config)).items()))
     head.freeze()
     rng = np.random.default_rng(config.run.seed)
-    in_logits = ("lm_head", "markov_head", "confidence_head")  # a row for each token, or a single one
+    in_logits = ("lm_head", "markov_head", "confidence_head", "candidate_selector")
     adapted = []
     for path, part in sorted(head.named_modules(), key=itemgetter(0)):
         if isinstance(part, nn.Linear) and not path.startswith(in_logits):

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash and DSpark, which draft all slots in one forward.
+"""Block drafters: DFlash, DFlash2 and DSpark, which draft all slots in one forward.
 
 All blocks of a batch are computed in one forward: each anchor has a block of its own, and all share the row's context.
 A new head is a linear guess: every slot reads the newest context position. Sources: deepseek-ai/DeepSpec (losses and
@@ -18,7 +18,7 @@ import numpy as np
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
+from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.block.layers import BlockAttention, BlockLayer
 from eagle_mlx.target import Target
 
@@ -95,16 +95,21 @@ def unroll_blocks(head: BlockHead, inputs: Inputs, steps: int, recompute: bool =
 
 
 def with_latents(head: Head, outputs: list[mx.array], tokens: mx.array, anchors: mx.array) -> list[mx.array]:
-    """Append what the loss reads of a Markov head, for the true tokens [B, L], to each slot's states [B, A, H].
+    """Append what the loss reads of the true tokens [B, L] before each slot to the slots' states [B, A, H].
 
-    Returns arrays [B, A, H + 2 r]: states, inputs of the Markov head's last matrix, and embeddings of the tokens before
-    the slots. A recurrent head's state is that after the slots before. Each token is embedded once, because the
-    gradient of an embedding is as large as the vocabulary.
+    Returns arrays [B, A, H + 2 r] for a Markov head: states, inputs of its last matrix, and embeddings of the tokens
+    before the slots. A recurrent head's state is that after the slots before. For a selector, [B, A, H + r]: states and
+    latents. Each token is embedded once, because the gradient of an embedding is as large as the vocabulary.
     """
-    embeddings, last = head.markov_head.embedding(tokens), tokens.shape[1] - 1
+    selector = head.candidate_selector if "candidate_selector" in head else None
+    embedding = head.markov_head.embedding if selector is None else selector.predecessor_codebook
+    embeddings, last = embedding(tokens), tokens.shape[1] - 1
     state, joined = None, []
     for slot, h in enumerate(outputs):
         before = take_rows(embeddings, mx.minimum(anchors + slot, last))
+        if selector is not None:
+            joined.append(mx.concatenate([h, selector.latent(before, h)], axis=-1))
+            continue
         latent, state = head.markov_head.latent(before, h, state)
         joined.append(mx.concatenate([h, latent, before], axis=-1))
     return joined
@@ -176,7 +181,7 @@ B = TypeVar("B", bound=BlockHead)
 
 
 class BlockKind(Kind[B]):
-    """DFlash and DSpark. `--loss-weights` are those of the distance |p - q| between distributions, and of `--loss`."""
+    """All block drafters. `--loss-weights` are those of the distance |p - q| between distributions, and of `--loss`."""
 
     in_blocks = True
     unroll = staticmethod(unroll_blocks)
@@ -188,7 +193,7 @@ class BlockKind(Kind[B]):
             own_lm_head=vocab_size < target.vocab_size,
             aux_layers=aux_layers,
             num_hidden_layers=config.head.layers or self.defaults["layers"],
-            block_size=config.optimization.unroll,
+            block_size=config.optimization.unroll + 1,
             mask_token_id=mask_token(target),
         )
 
@@ -259,9 +264,26 @@ class DFlashKind(BlockKind[DFlashHead]):
 
     head_class = DFlashHead
 
+
+class DFlash2Kind(BlockKind[DFlash2Head]):
+    """Loss: DFlash's, and the cross entropy of the selector among its candidates, after the true token before.
+
+    Convolutions begin as identities, and the selector with scores of zero. Source: NeMo Automodel's `dflash2_core.py`
+    for both, and for labels that are not among the candidates. The label is the target's token, as in speculators.
+    """
+
+    head_class = DFlash2Head
+    selector_weight = 1.0
+
     def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:
         plain: BlockConfig = super().head_config(target, config, *rest)
-        return dataclasses.replace(plain, block_size=config.optimization.unroll + 1)
+        return dataclasses.replace(  # sizes of published heads, smaller for tiny targets
+            plain,
+            conv_kernel_size=2,
+            conv_group_size=math.gcd(16, target.hidden_size),
+            selector_rank=min(256, target.hidden_size // 4),
+            selector_top_k=min(16, target.vocab_size),
+        )
 
 
 class DSparkKind(BlockKind[DSparkHead]):
@@ -274,6 +296,7 @@ class DSparkKind(BlockKind[DSparkHead]):
         plain: BlockConfig = super().head_config(target, config, *rest)
         return dataclasses.replace(
             plain,
+            block_size=config.optimization.unroll,
             first_slot_drafts=True,
             markov_head="vanilla",
             markov_rank=min(256, target.hidden_size // 4),  # as in published heads

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
+from eagle_mlx.decoding.filters import largest
 from eagle_mlx.target import Target, arrays_of
 
 from ..kinds import Head
@@ -22,6 +23,7 @@ class Objective:
     token_weight: float = 1.0
     variation_weight: float = 0.0  # weight of the distance |p - q| between the target's and the head's distribution
     confidence_weight: float = 0.0  # weight of the binary cross-entropy of the head's confidence
+    selector_weight: float = 0.0  # weight of the cross-entropy of the selector among its candidates
     feature_weight: float = 0.0
 
 
@@ -104,16 +106,27 @@ def confidence_loss(logits: mx.array, acceptance: mx.array) -> mx.array:
     return mx.logaddexp(logits, 0.0) - mx.stop_gradient(acceptance) * logits
 
 
+def selector_loss(scores: mx.array, is_label: mx.array) -> mx.array:
+    """Return the cross-entropy [U] of candidates with scores [U, K]; 0 if none of them `is_label`, [U, K] bool."""
+    losses = fastmath.log_sum_exp(scores)[..., 0] - mx.sum(is_label * scores, axis=-1)
+    return mx.any(is_label, axis=-1) * losses
+
+
 def step_loss(
     head: Head, x: mx.array, labels: Labels, weights: mx.array, objective: Objective = CROSS_ENTROPY
 ) -> tuple[mx.array, mx.array]:
-    """Return a draft step's weighted loss and hits, scalars, for x [U, H] or as `with_latents` and weights [U]."""
+    """Return a draft step's weighted loss and hits, scalars, for x [U, H] or as `with_latents` and weights [U].
+
+    A selector chooses among the largest logits of a slot.
+    """
+    size = head.hidden_size
     h, latent, before = x, None, None
     if "markov_head" in head:
-        size = head.hidden_size
         h, latent, before = mx.split(x, [size, (size + x.shape[-1]) // 2], axis=-1)
+    elif "candidate_selector" in head:
+        h, latent = mx.split(x, [size], axis=-1)
     logits = head.logits(h)
-    if latent is not None:
+    if before is not None:
         logits = logits + head.markov_head.markov_w2(latent)
     logits = logits.astype(mx.float32)
     losses = objective.token_weight * LOSSES[objective.loss](logits, labels)
@@ -123,10 +136,16 @@ def step_loss(
         if objective.confidence_weight and head.config.confidence_head:
             sure = head.confidence_head(h, before if head.config.confidence_with_markov else None)
             losses = losses + objective.confidence_weight * confidence_loss(sure, 1 - rejected)
+    best = labels.best[:, None]
+    if "candidate_selector" in head:
+        candidates = largest(mx.stop_gradient(logits), head.config.selector_top_k)[1]
+        scores, is_label = head.candidate_selector.scores(latent, logits, candidates), candidates == best
+        losses = losses + objective.selector_weight * selector_loss(scores, is_label)
+        chosen = mx.max(mx.where(is_label, scores, -mx.inf), axis=-1, keepdims=True)
+    else:
+        scores, chosen = logits, mx.take_along_axis(logits, best, axis=-1)
     loss = mx.sum(weights * labels.inside * losses)
-    logits = mx.stop_gradient(logits)
-    chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
-    is_top = (chosen >= mx.max(logits, axis=-1, keepdims=True))[:, 0]
+    is_top = mx.stop_gradient(chosen >= mx.max(scores, axis=-1, keepdims=True))[:, 0]
     return loss, mx.sum(weights * labels.inside * is_top)
 
 
@@ -144,7 +163,10 @@ def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, 
     return mx.stack(losses)
 
 
-_IN_LOSS = ("norm.", "lm_head.", "markov_head.markov_w2.", "confidence_head.")
+_IN_LOSS = (
+    *("norm.", "lm_head.", "markov_head.markov_w2.", "confidence_head."),
+    "candidate_selector.successor_codebook.",
+)
 """Weights that `step_loss` reads, by how their names begin."""
 
 

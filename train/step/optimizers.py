@@ -70,7 +70,10 @@ class MatchedMuon(optim.Muon):
         return moved
 
 
-_BY_TOKEN = ("lm_head.", "embed_tokens.", "markov_head.markov_w1.", "markov_head.markov_w2.")
+_BY_TOKEN = (
+    *("lm_head.", "embed_tokens.", "markov_head.markov_w1.", "markov_head.markov_w2."),
+    *("candidate_selector.predecessor_codebook.", "candidate_selector.successor_codebook."),
+)
 """Weights with a row for each token of a vocabulary, by how their names begin."""
 
 

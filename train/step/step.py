@@ -262,7 +262,7 @@ def part_loss(
         embeddings = head.embed(tokens).astype(dtype)
         inputs = Inputs(embeddings, features, arrays["segments"], arrays["positions"])
         outputs = kind.unroll(head, inputs, select.shape[0], grad_checkpoint)
-        if "markov_head" in head:
+        if "markov_head" in head or "candidate_selector" in head:
             outputs = with_latents(head, outputs, tokens, arrays["positions"])
         loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective)(outputs, select)
         if not objective.feature_weight:
@@ -284,7 +284,8 @@ def objective_of(config: TrainSettings) -> Objective:
     kind = KINDS[config.head.kind]
     apart, token = config.optimization.loss_weights or (0.0, 1.0)
     feature, variation = (0.0, apart) if kind.in_blocks else (apart, 0.0)
-    return Objective(config.optimization.loss, token, variation, kind.confidence_weight, feature)
+    others = variation, kind.confidence_weight, kind.selector_weight, feature
+    return Objective(config.optimization.loss, token, *others)
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:

@@ -344,7 +344,14 @@ class CandidateSelector(nn.Module):
 
     def __call__(self, previous: mx.array, h: mx.array, logits: mx.array, candidates: mx.array) -> mx.array:
         """Tokens before [...], h [..., H], logits [..., V], candidates [..., K] -> logits, -inf for other tokens."""
-        read = self.predecessor_codebook(previous) * self.hidden_projection(h)
-        pairs = (read[..., None, :] * self.successor_codebook(candidates)).sum(axis=-1)
-        scores = mx.take_along_axis(logits, candidates, axis=-1) + pairs
+        scores = self.scores(self.latent(self.predecessor_codebook(previous), h), logits, candidates)
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), candidates, scores, axis=-1)
+
+    def latent(self, previous: mx.array, h: mx.array) -> mx.array:
+        """Return what scores depend on, [..., r], from the previous tokens' embeddings [..., r] and h [..., H]."""
+        return previous * self.hidden_projection(h)
+
+    def scores(self, latent: mx.array, logits: mx.array, candidates: mx.array) -> mx.array:
+        """Return the scores [..., K] of candidates [..., K]; logits [..., V]."""
+        pairs: mx.array = (latent[..., None, :] * self.successor_codebook(candidates)).sum(axis=-1)
+        return mx.take_along_axis(logits, candidates, axis=-1) + pairs
