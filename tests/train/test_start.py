@@ -55,6 +55,9 @@ SHAPES: dict[str, Any] = {
     "dspark, without a Markov head": lambda: dspark(TARGET, markov_head=None, own_embedding=True, own_lm_head=True),
     "dspark, confidence alone": lambda: dspark(TARGET, markov_head="gated", confidence_with_markov=False),
     "dflash": lambda: dflash(TARGET, windows=(6, None), causal=(True, False)),
+    "dflash, as Muse Glimmer": lambda: dflash(
+        TARGET, windows=(3, None), window_start="around", embedding_scale=1.0, logit_softcap=0.0
+    ),
     "dflash2": lambda: dflash2(TARGET),
 }
 """Heads of which some can be written in one layout only."""
