@@ -35,6 +35,9 @@ class Request:
     client: str = ""
     """Clients take turns. All requests with an empty name belong to one client."""
     namespace: str = ""  # the request shares prefix cache entries only within this namespace
+    conversation: str = ""
+    """The same for all turns of a conversation, such as its first messages; if it is empty, the prompt takes its place.
+    """
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def make_request(
     boundaries: Sequence[int] = (),
     client: str = "",
     namespace: str = "",
+    conversation: str = "",
 ) -> Request:
     """Encode and check a request. For the other arguments, see `Request`.
 
@@ -147,6 +151,7 @@ def make_request(
         boundaries=tuple(boundaries),
         client=client,
         namespace=namespace,
+        conversation=conversation,
     )
 
 

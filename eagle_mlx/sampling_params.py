@@ -104,6 +104,8 @@ class SamplingParams:
     memory: bool = True
     """Whether earlier texts of the request's namespace may draft for it, and it for later ones, if there is a memory.
     The text is the same."""
+    learn: bool = True
+    """Whether a head may learn from the text, if the engine collects texts (`Engine.collector`)."""
     threshold: float = 0.3
     """Minimum probability of a draft token for `threshold` acceptance. Greedy decoding accepts only the argmax."""
     ignore_eos: bool = False

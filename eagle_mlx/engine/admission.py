@@ -9,6 +9,7 @@ from itertools import islice, takewhile, zip_longest
 
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.groups import KVBudget
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
@@ -123,10 +124,11 @@ class Admission:
         prefixes: PrefixCache | None = None,
         kv_bits: int | None = None,
         prefill_ms: float = PREFILL_MS,
+        collector: Collector | None = None,
     ):
         self.target, self.proposer = target, proposer
         self.chunk, self.kv_bits = chunk, kv_bits
-        self.budget, self.prefixes = budget, prefixes
+        self.budget, self.prefixes, self.collector = budget, prefixes, collector
         self.waiting = RequestQueue(self._held)
         self.to_pause: list[RequestState] = []
         self._seconds, self._speed = prefill_ms / 1000, 0.0
@@ -297,7 +299,7 @@ class Admission:
 
     def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> None:
         proposer = self.proposer if requests[0].counts.may_draft else None
-        batch = Batch(self.target, proposer, requests, prefix, self.kv_bits)
+        batch = Batch(self.target, proposer, requests, prefix, self.kv_bits, self.collector)
         self.prefills.append(Prefill(batch, prefix.length if prefix else 0, self.prefixes))
 
     def read_again(self, requests: Sequence[RequestState]) -> None:

@@ -17,6 +17,7 @@ from eagle_mlx.decoding.draft import Draft, Tree, chains
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import Logprobs, SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
+from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.plan import MATCH, PLAIN, Plan, RoundResult
@@ -53,9 +54,10 @@ class Batch:
         requests: Sequence[RequestState],
         past: Prefix | None = None,
         kv_bits: int | None = None,
+        collector: Collector | None = None,
     ):
         """`past`: the cached prefix of a single request's prompt. The batch takes ownership of it."""
-        self.target, self.proposer = target, proposer
+        self.target, self.proposer, self.collector = target, proposer, collector
         self.requests = list(requests)
         texts = [request.text for request in requests]
         self.cache = past.cache if past else RaggedCache.of(target.model, len(texts), kv_bits)
@@ -81,7 +83,24 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
+        """The layers whose outputs forwards return: those that the proposer reads, and then those to learn from."""
+        if self.proposer is None or self.state is None:
+            return ()
+        own = self.proposer.aux_layers
+        return own if self.collector is None else self.collector.layers_with(own)
+
+    def observed(
+        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int], aux: Sequence[mx.array]
+    ) -> Observation:
+        """Return what the proposer may observe of a forward, after the collector has seen it.
+
+        tokens: for each row, the token after each position. starts, counts: each request's positions in its own text.
+        aux: the outputs of `aux_layers`.
+        """
+        assert self.proposer is not None
+        if self.collector is not None:
+            self.collector.see(self.requests, starts, counts, self.aux_layers, aux)
+        return Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)]))
 
     @property
     def draft_cache(self) -> RaggedCache | None:
@@ -346,7 +365,7 @@ class Round:
         paths = [[node - 1 for node in row[1 : count + 1]] for row, count in zip(steps, accepted, strict=True)]
         batch.cache.keep(paths, [request.length for request in requests])
         logprobs = self.logprobs.read(emitted) if self.logprobs else {}
-        taken = []
+        starts, taken = [request.length for request in requests], []
         for index, request in enumerate(requests):
             if nan[index] in _NAN_ERRORS:
                 request.fail(_NAN_ERRORS[nan[index]])
@@ -358,7 +377,7 @@ class Round:
             batch.cache.sync([request.length for request in requests])
         if batch.state is not None:
             aux = tuple(map(mx.nan_to_num, self.aux)) if any(nan) else self.aux
-            batch.state.observe(Observation(emitted, aux))
+            batch.state.observe(batch.observed(emitted, starts, taken, aux))
         return RoundResult(
             self.plan,
             drafted=drafted,

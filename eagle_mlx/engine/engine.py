@@ -16,6 +16,7 @@ from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
+from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.groups import GROUPS, Groups, KVBudget, RoundReads, check_settings, size_of
 from eagle_mlx.engine.prefix import PrefixCache
@@ -93,6 +94,7 @@ class Engine:
         drafter: Drafter | None = None,
         observer: Callable[[RoundResult], None] | None = None,
         prefix_files: DiskTier | None = None,
+        collector: Collector | None = None,
         clock: Callable[[], float] = perf_counter,
     ):
         """`target`: a folder or hub id is loaded as by `load_target`. `proposer`: a head is wrapped in a HeadProposer.
@@ -106,6 +108,7 @@ class Engine:
         `drafter`: what drafts for requests that do not say; None: whichever is faster.
         `observer`: called with the result of every round. `clock`: times rounds, in seconds.
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
+        `collector`: collects texts with the hidden states that the proposer's head reads, to learn from them.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
         target = _loaded(target)
@@ -131,7 +134,10 @@ class Engine:
         positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
         self.wants_boundaries = self.prefixes is not None and not positional
         """Whether `prepare` has a use for boundaries."""
-        self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
+        self.collector = collector
+        self.admission = Admission(
+            target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms, collector
+        )
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
         self.runner = Runner(self.admission, self.groups, exact, clock)
         self._in_step = False
@@ -262,14 +268,15 @@ class Engine:
         client: str = "",
         namespace: str = "",
         limit: int | None = None,
+        conversation: str = "",
     ) -> RequestState:
-        """Return a request for `submit`. Thread-safe. `client` and `namespace`: see `Request`.
+        """Return a request for `submit`. Thread-safe. `client`, `namespace` and `conversation`: see `Request`.
 
         `boundaries`: lengths of prompt prefixes that later prompts may share, for models whose windows or states cannot
         be cut. `limit`: maximum tokens if params do not say; context and memory may allow fewer. Raises PromptError as
         `generate` does, and if the request can never fit into `kv_bytes`.
         """
-        request = make_request(self.target, prompt, params, boundaries, client, namespace)
+        request = make_request(self.target, prompt, params, boundaries, client, namespace, conversation)
         request = self.kv_budget.limited(request)
         if limit is not None:
             request = replace(request, limit=min(request.limit, limit))

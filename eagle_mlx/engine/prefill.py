@@ -10,7 +10,6 @@ from eagle_mlx.blas import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.plan import LEAST_CHUNK
-from eagle_mlx.proposers.base import Observation
 
 
 class Prefill:
@@ -76,7 +75,7 @@ class Prefill:
         aux = batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers).aux
         if batch.state is not None:
             following = [text[start + 1 : start + 1 + count] for text, count in reads]
-            batch.state.prefill(Observation(following, aux))
+            batch.state.prefill(batch.observed(following, [start] * len(counts), counts, aux))
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
         with prompt_threads():

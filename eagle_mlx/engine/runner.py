@@ -176,8 +176,12 @@ class Runner:
     def _remember(self, batch: Batch, every: bool = False) -> None:
         """Put the state of requests that are about to leave, or of every request, into the prefix cache.
 
-        The texts of those that ended go into the proposer's memory, unless they refuse.
+        The texts of those that ended go to the collector, and into the proposer's memory, unless they refuse.
         """
+        if (collector := self.admission.collector) is not None:
+            for request in batch.requests:
+                if request.finish_reason:
+                    collector.ended(request)
         if batch.proposer is not None and (memory := batch.proposer.memory) is not None:
             for request in batch.requests:
                 if request.finish_reason and not request.error and request.params.memory:

@@ -63,10 +63,15 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
                 f"{flag(name)} is {_text(wanted)}, but {config.head.init_from} has {_text(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
-    head: Head = kind.adopt(loaded, config.head.layers or 0, config.run.seed)
-    head.draft_window = config.head.window or loaded.draft_window
-    if head.draft_window and any(getattr(head.config, "windows", ())):
+    if (config.head.window or loaded.draft_window) and any(getattr(loaded.config, "windows", ())):
         raise ConfigError(f"--window cannot be used with {config.head.init_from}: its layers have windows of their own")
+    return to_train(loaded, target, config)
+
+
+def to_train(loaded: Head, target: Target, config: TrainSettings) -> Head:
+    """Return a loaded head, which nothing else may use, ready for training in float32."""
+    head: Head = kind_of(loaded).adopt(loaded, config.head.layers or 0, config.run.seed)
+    head.draft_window = config.head.window or loaded.draft_window
     head.set_dtype(mx.float32)
     head.attach(target)
     choose_trained(head, config)

@@ -1,0 +1,46 @@
+"""A head learns from examples, one step at a time, as a whole run would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads import load_head
+from eagle_mlx.target import Target
+from eagle_mlx.train import ROWS, OnlineTrainer
+from tests.eagle_mlx.heads import ALL
+from tests.fakes import tiny_target
+from tests.train.test_step import conversations
+
+KINDS = sorted(set(ALL) - {"dflash2"})
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_learns_and_keeps_its_shape(kind: str, target: Target, tmp_path: Path) -> None:
+    head = ALL[kind](target)
+    config = head.config
+    head.attach(target)
+    examples = list(capture(target, head.named_layers, conversations(target)))
+    trainer, rng = OnlineTrainer(head, target), np.random.default_rng(0)
+    losses = [trainer.step([examples[i] for i in rng.permutation(len(examples))[:ROWS]]) for _ in range(40)]
+    known = [loss for loss in losses if loss is not None]
+    assert len(known) == trainer.steps > 0
+    assert np.mean(known[-8:]) < np.mean(known[:8])
+    trainer.save(tmp_path / "head", {"from": "traffic"})
+    saved = load_head(tmp_path / "head", target)
+    assert type(saved) is type(head)
+    assert saved.config == config
+
+
+def test_a_kind_that_cannot_be_trained_is_refused(target: Target) -> None:
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        OnlineTrainer(ALL["dflash2"](target), target)

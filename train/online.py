@@ -1,0 +1,87 @@
+"""Training of a head on texts that arrive while it is in use, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.heads.base import DRAFT_WINDOW
+from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.hidden_states import Example
+from eagle_mlx.hub import public_name
+from eagle_mlx.target import Target
+
+from .config import TrainConfig, file_type
+from .data import Rows
+from .kinds import Head, kind_of, resolve
+from .run.start import to_train
+from .step import Stepper
+
+ROWS, LENGTH = 4, 256
+"""Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
+STEP_TOKENS = ROWS * LENGTH
+_SHARE = 0.5
+"""Of the peak learning rate of a whole run, because these steps are small and have no schedule with an end."""
+_WARMUP = 10
+"""Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
+
+
+class OnlineTrainer:
+    """A head in training, and its optimizer."""
+
+    def __init__(self, head: Head, target: Target, seed: int = 0):
+        """Train `head`, which nothing else may use, with the defaults of its kind. Raises ConfigError if it cannot be
+        trained."""
+        unroll = head.config.drafts if isinstance(head, BlockHead) else None
+        batches = {"rows": ROWS, "length": LENGTH, "unroll": unroll, "lanes": 1, "seed": seed}
+        given = TrainConfig.of(head=kind_of(head).name, init_from="the serving head", **batches)
+        self._config = resolve(given, target.hidden_size)
+        self._target, self._head = target, to_train(head, target, self._config)
+        self._stepper = Stepper(self._head, target, self._config)
+        self._rng = np.random.default_rng(seed)
+        self.steps = self.tokens = 0
+
+    def step(self, examples: Sequence[Example]) -> float | None:
+        """Learn from a piece of each of at most `ROWS` examples. Return the loss; None if no piece has any.
+
+        Raises NotFiniteError, before weights change, if the loss is not finite.
+        """
+        result = self._stepper(self._rows(examples), _SHARE * min(1.0, (self.steps + 1) / _WARMUP))
+        if result is None:
+            return None
+        self.steps, self.tokens = self.steps + 1, self.tokens + result.tokens
+        return result.loss
+
+    def _rows(self, examples: Sequence[Example]) -> Rows:
+        pieces = [example[self._piece(example)] for example in examples[:ROWS]]
+        states = [piece.states.whole for piece in pieces if piece.states is not None]
+        width = max(map(len, pieces))
+        width = min(LENGTH, -(-width // 64) * 64)  # few widths, since each is compiled on a GPU
+
+        def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+            return np.stack([np.pad(x, [(0, width - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in parts])
+
+        return Rows(
+            stacked([piece.tokens for piece in pieces]),
+            stacked([piece.loss_mask for piece in pieces]),
+            stacked([np.ones(len(piece), np.int32) for piece in pieces]),
+            stacked(states),
+        )
+
+    def _piece(self, example: Example) -> slice:
+        """Return a random piece of an example that has tokens to learn."""
+        learned = np.flatnonzero(example.loss_mask)
+        first = max(0, int(learned[0]) - LENGTH // 2) if len(learned) else 0
+        start = first + int(self._rng.integers(max(1, len(example) - LENGTH - first + 1)))
+        return slice(start, start + LENGTH)
+
+    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Write the head over `folder`. Raises OutputError."""
+        about = {**extra, "step": self.steps, "tokens": self.tokens}
+        if self._head.draft_window is not None:
+            about[DRAFT_WINDOW] = self._head.draft_window
+        kind_of(self._head).save(self._head, folder, public_name(self._target.name), about, file_type(self._config))
