@@ -40,6 +40,13 @@ class Show(Group):
 
 
 @dataclass(frozen=True)
+class Learned(Group):
+    """The folder of a head that learns."""
+
+    folder: Path = setting(REQUIRED, "the folder of eagle-serve --learn", name="FOLDER", positional=True)
+
+
+@dataclass(frozen=True)
 class Answers(Group):
     """The answers along which heads draft, and how."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from eagle_mlx.command import Parser, Subcommands, arguments, exit_code
 from eagle_mlx.late import late
 
-from .head_options import Certify, Compare, Find, List, Pull, Show
+from .head_options import Certify, Compare, Find, Learned, List, Pull, Show
 
 EPILOG = """\
 examples:
@@ -19,6 +19,8 @@ examples:
   eagle-heads compare out/old/best out/new/best --target Qwen3-8B-4bit --prompts mine.jsonl
   eagle-heads certify out/new/best --target Qwen3-8B-4bit --prompts mine.jsonl    a certificate in the head's folder
   eagle-heads show out/new/best          the certificate of a head
+  eagle-heads log FOLDER                 what a head has learned with eagle-serve --learn FOLDER
+  eagle-heads forget FOLDER              delete the texts that it learned from
 
 Without --head, eagle-serve and eagle-generate choose from these heads."""
 
@@ -46,7 +48,7 @@ If the file exists, the command prints what changed, and replaces it. eagle-publ
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-heads. Returns the exit status: 0, 1 if nothing is found or a text differs, or 2 for an error."""
     about = "List heads on this machine and published heads, and find, download, compare or certify heads."
-    usage = "%(prog)s list | find | pull | show | compare | certify"
+    usage = "%(prog)s list | find | pull | show | compare | certify | log | forget"
     commands = Subcommands(Parser(prog="eagle-heads", usage=usage, description=about, epilog=EPILOG))
     commands.add("list", List, lambda _: late(f"{__package__}.head_choice:list_all")(), "List all known heads.")
     about = "List heads for a target, the best first; exit status 1 if there is none."
@@ -61,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add("certify", Certify, lambda options: late(f"{__package__}.certificate:certify")(options), CERTIFY)
     about = "Print a head's certificate; exit status 1 if there is none, or if it is of other weights."
     commands.add("show", Show, lambda options: late(f"{__package__}.certificate:show")(options.head), about)
+    about = "Print what became of the versions of a head that learns; exit status 1 if there are none."
+    commands.add(
+        "log", Learned, lambda options: late(f"{__package__}.learning.versions:show_log")(options.folder), about
+    )
+    about = "Delete the texts that a server has collected to learn from."
+    commands.add(
+        "forget", Learned, lambda options: late(f"{__package__}.learning.versions:forget")(options.folder), about
+    )
     return exit_code(lambda: commands.parse(arguments(argv))())
 
 

@@ -23,7 +23,6 @@ from .step import Stepper
 
 ROWS, LENGTH = 4, 256
 """Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
-STEP_TOKENS = ROWS * LENGTH
 _SHARE = 0.5
 """Of the peak learning rate of a whole run, because these steps are small and have no schedule with an end."""
 _WARMUP = 10

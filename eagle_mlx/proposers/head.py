@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_unflatten
 
 from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.cache.draft_window import DraftWindow
@@ -25,7 +26,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
-from eagle_mlx.target import Target, nbytes_of
+from eagle_mlx.target import Target, arrays_of, nbytes_of
 
 SINK = 4
 """Entries at the start of a text that a head keeps if it was not trained with a window. Source: Xiao et al. 2023."""
@@ -82,6 +83,19 @@ class HeadProposer(Proposer):
         self._hooks = Hooks.of(self.head)
         place_one_by_one(self.head, self._hooks)
         self._target = target
+
+    def exchange(self, other: HeadProposer) -> None:
+        """Exchange weights with another bound head of the same shape, between steps of an engine.
+
+        Texts stay as they are, whatever drafts. Entries that the former head wrote stay in the caches of rows and
+        prefixes. Raises HeadError if the shapes differ.
+        """
+        ours, theirs = (arrays_of(proposer.head.parameters()) for proposer in (self, other))
+        shapes = [{name: (x.shape, x.dtype) for name, x in weights.items()} for weights in (ours, theirs)]
+        if shapes[0] != shapes[1] or self.head.vocab_size != other.head.vocab_size:
+            raise HeadError("the two heads have different shapes, so one cannot take the place of the other")
+        self.head.update(tree_unflatten(list(theirs.items())))
+        other.head.update(tree_unflatten(list(ours.items())))
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))

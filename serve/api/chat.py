@@ -85,8 +85,15 @@ def encode_chat(
     grammar = with_budget(loaded.chat, loaded.target.vocab_size, most, starts_in_reasoning, grammar)
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-    requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most) for choice in params]
+    conversation = opening(body) if loaded.learner is not None else ""
+    requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most, conversation) for choice in params]
     return EncodedChat(body, loaded, requests, reader)
+
+
+def opening(body: ChatRequest) -> str:
+    """Return the messages up to the user's first one, which all turns of a conversation have."""
+    count = next((at for at, message in enumerate(body.messages, 1) if message.role == "user"), len(body.messages))
+    return repr(body.messages[:count])
 
 
 class PendingChat(PendingChoices):

@@ -6,10 +6,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, blas, hub, memory
+from eagle_mlx import (
+    Engine,
+    FixedPolicy,
+    HeadProposer,
+    HybridProposer,
+    SamplingParams,
+    Target,
+    blas,
+    hub,
+    memory,
+)
 from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.errors import ConfigError, TargetError, loading
 from eagle_mlx.formats.tensors import check_length
@@ -20,10 +31,13 @@ from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare
 from ..remembered import remember
-from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
+from ..speculation import AUTO, NO_HEAD, Speculation, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
 from .service import ModelSource
+
+if TYPE_CHECKING:
+    from ..learning.learner import Learner
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 _CHECK_TOKENS = 16
@@ -48,6 +62,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     name = proposer.name if proposer is not None else "none"
     proposer = speculation.for_requests(proposer)
     _try_out(target, proposer, speculation.depth)
+    learner = _learner(config, target, speculation, proposer)
     if (prefix_cache_bytes := bytes_of(config.prefix_cache_gb)) is None:
         prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory)
     files = None
@@ -62,6 +77,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         max_batch=config.max_batch,
         prefix_cache_bytes=prefix_cache_bytes,
         prefix_files=files,
+        collector=learner.collector if learner is not None else None,
         kv_bits=config.kv_bits,
         prefill_ms=config.prefill_ms,
         drafter="none" if name == "none" else speculation.drafter,
@@ -69,10 +85,22 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     remember(speculation.memory_texts, engine, say)
     drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation)
-    loaded.thinking_budget = config.thinking_budget
+    loaded.thinking_budget, loaded.learner = config.thinking_budget, learner
     if files is not None and loaded.memory is not None:
         loaded.memory_file = MemoryFile(folder, loaded.memory, target)
     return loaded
+
+
+def _learner(config: LoadConfig, target: Target, speculation: Speculation, proposer: Proposer | None) -> Learner | None:
+    """Return what lets the head learn, or None. Raises EagleError if there is no head that can."""
+    if config.learning.folder is None:
+        return None
+    serving = proposer.model if isinstance(proposer, HybridProposer) else proposer
+    if not isinstance(serving, HeadProposer):
+        raise ConfigError("--learn needs a head: give --head, or see `eagle-heads find` and `eagle-train`")
+    from ..learning.learner import Learner  # not at the top, because most servers do not need training
+
+    return Learner(config.learning, target, serving, speculation)
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
@@ -135,6 +163,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
         *([f"prefix files: {disk.folder}, {gb(disk.nbytes)}, limit {gb(disk.limit)} for all models"] if disk else []),
         *([f"memory file: {file.path}"] if (file := loaded.memory_file) else []),
+        *([f"learning: {loaded.learner}"] if loaded.learner else []),
         f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens for one request), {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]

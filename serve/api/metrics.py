@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -25,6 +25,9 @@ from eagle_mlx.target import nbytes_of
 from .model import Loaded
 from .models import Models
 from .service import SECONDS, Call, Histogram, Service, Totals
+
+if TYPE_CHECKING:
+    from ..learning.learner import Learner
 
 T = TypeVar("T")
 _MODEL = "model_name"
@@ -98,6 +101,16 @@ _DISK: _Numbers[DiskTier] = (
 )
 
 
+_LEARNER: _Numbers[Learner] = (
+    (_COUNTER, "eagle:learn_texts", "Texts collected to learn from", lambda x: x.collector.collected),
+    (_COUNTER, "eagle:learn_redacted", "Texts left out because they match", lambda x: x.collector.left_out),
+    (_COUNTER, "eagle:learn_steps", "Training steps", lambda x: x.steps),
+    (_GAUGE, "eagle:learn_disk_bytes", "Collected texts on disk", lambda x: x.texts.disk_bytes),
+    (_GAUGE, "eagle:learn_version", "Version of the head that serves, 0 for the first", lambda x: x.versions.serving),
+    (_GAUGE, "eagle:learn_tau", "Tau by the last verdict", lambda x: x.versions.tau),
+)
+
+
 class ServerCollector(Collector):
     """Collects the current totals on every scrape."""
 
@@ -118,6 +131,9 @@ class ServerCollector(Collector):
         yield from _families(_ENGINE, {name: service.engine for name, service in services.items()})
         if disks := {name: loaded.disk for name, loaded in models if loaded is not None and loaded.disk is not None}:
             yield from _families(_DISK, disks)
+        learners = ((name, service.worker.loaded) for name, service in services.items())
+        if learning := {name: x.learner for name, x in learners if x is not None and x.learner is not None}:
+            yield from _families(_LEARNER, learning)
         if shared := {name: service for name, service in services.items() if service.ranks > 1}:
             ranks: _Numbers[Service] = ((_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),)
             yield from _families(ranks, shared)

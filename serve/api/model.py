@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_mlx import EagleError, Engine, HybridProposer, Memory, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
@@ -22,6 +22,9 @@ from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import ChoicesRequest
+
+if TYPE_CHECKING:
+    from ..learning.learner import Learner
 
 log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -46,6 +49,7 @@ class Loaded:
     speculation: Speculation = field(default_factory=Speculation)
     """The present settings."""
     memory_file: MemoryFile | None = None
+    learner: Learner | None = None
     thinking_budget: int | None = None
     """The limit on thoughts of requests that set none."""
 
@@ -108,8 +112,10 @@ class Loaded:
         return self.engine.prefixes.disk if self.engine.prefixes is not None else None
 
     def close(self) -> None:
-        """End the target's other ranks, and write the memory of texts and pending prefix cache files."""
+        """End the target's other ranks; write the texts to learn from, the memory and pending prefix cache files."""
         self.target.close()
+        if self.learner is not None:
+            self.learner.close()
         if self.memory_file is not None and not self.memory_file.close(_LAST_WRITES):
             log.warning("the newest texts of the memory were not written to disk in time; a restart forgets them")
         if self.disk is not None and not self.disk.close(_LAST_WRITES):
@@ -176,6 +182,7 @@ def sampling(
             num_speculative_tokens=request.num_speculative_tokens,
             drafter=_drafter(request, loaded),
             memory=request.memory is not False,
+            learn=(request.memory if request.learn is None else request.learn) is not False,
             **_rule(request, loaded),
             grammar=grammar,
             stop_watcher=stop_watcher,

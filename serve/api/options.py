@@ -25,6 +25,7 @@ from eagle_mlx.setting import (
 )
 from eagle_mlx.target_options import TargetOptions
 
+from ..learning.options import LearnOptions
 from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation
 
 
@@ -185,6 +186,7 @@ class LoadConfig(Group):
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     thinking_budget: int | None = setting(None, f"{THINKING}; a request may set another", AT_LEAST_0)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    learning: LearnOptions = field(default_factory=LearnOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def _check(self) -> None:
@@ -196,6 +198,8 @@ class LoadConfig(Group):
             raise ConfigError(
                 "--prefix-cache-dir cannot be used with --shard, because a rank has only part of the cache"
             )
+        if self.learning.folder is not None and self.loading.shard != "none":
+            raise ConfigError("--learn cannot be used with --shard, because a rank has only part of the target")
         if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
             raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
         if (part := self.prefix_cache_gb or 0) > (whole := self.memory.kv_gb or math.inf):

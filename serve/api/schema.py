@@ -113,6 +113,8 @@ class Extensions(Body):
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     memory: bool | None = None
     """Whether earlier texts of the same key and salt may draft for this one, and this one for later ones."""
+    learn: bool | None = None
+    """Whether the head may learn from this text, if the server learns (`--learn`); by default, what `memory` says."""
     acceptance: Acceptance | None = None
     """The rule that accepts drafts of sampled text. All but `threshold` are lossless."""
     acceptance_threshold: float | None = Field(None, ge=1e-6, le=1)

@@ -15,7 +15,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event, Thread, Timer
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
 
@@ -28,6 +28,9 @@ from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
 from .model import Loaded
+
+if TYPE_CHECKING:
+    from ..learning.learner import Learner
 
 log = logging.getLogger("eagle_mlx.serve")
 T = TypeVar("T")
@@ -256,7 +259,7 @@ class Worker:
     def _serve(self, loaded: Loaded) -> None:
         """Decode until the model is unloaded."""
         try:
-            self._decode(loaded.engine)
+            self._decode(loaded.engine, loaded.learner)
         except BaseException as e:
             self.failure = e
             if self.slots:
@@ -270,23 +273,31 @@ class Worker:
                 self._texts = loaded.memory.texts()
             _close(loaded)
 
-    def _decode(self, engine: Engine) -> None:
+    def _decode(self, engine: Engine, learner: Learner | None) -> None:
         while not (self._unloading or self._stopped.is_set()):
             try:
-                self._run_commands(engine)
+                self._run_commands(engine, engine.idle and not (learner is not None and learner.pending))
                 self._end_overdue(engine)
             except Exception as e:  # the engine continues with new requests
                 log.exception("the engine failed; its requests end with an error")
                 engine.abandon(f"the engine failed: {type(e).__name__}: {e}")
                 self._publish(engine)
+            began = self.clock()
             if engine.idle:
+                if learner is not None and learner.pending and not self._unloading:
+                    self.work = began, False
+                    learner.work()
                 continue
-            self.work = self.clock(), True
+            self.work = began, True
             try:
                 engine.step()
             except Exception:  # the requests in the step have ended; the others continue
                 log.exception("an engine step failed; its requests end with an error")
             self._publish(engine)
+            if learner is not None and learner.may_work((ended := self.clock()) - began):
+                self.work = ended, False
+                learner.work()
+                learner.spent(self.clock() - ended)
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -298,8 +309,9 @@ class Worker:
         self._unloading = True
         self.failure = None  # its traceback may reference the model
 
-    def _run_commands(self, engine: Engine) -> None:
-        for _ in range(max(engine.idle, self._commands.qsize())):
+    def _run_commands(self, engine: Engine, wait: bool) -> None:
+        """Run the commands that are there; `wait` for one if there is none."""
+        for _ in range(max(wait, self._commands.qsize())):
             self.work = None
             command, _ = self._commands.get()
             self.work = self.clock(), False

@@ -1,0 +1,309 @@
+"""The learner: a copy of the serving head learns from collected texts, and takes over if it drafts better.
+
+Its work is cut into pieces of about a training step, which the engine's thread does between steps (`Learner.work`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx import HeadProposer, SamplingParams
+from eagle_mlx.catalog.head_search import load_found
+from eagle_mlx.engine.collector import Collector
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.hidden_states import Example, from_16_bits
+from eagle_mlx.judge import Judge, Recording, draft_along
+from eagle_mlx.paired import Gain, gain_of
+from eagle_mlx.shards import ShardMeta
+from eagle_mlx.target import Target, digest_of, fingerprint
+from eagle_mlx.text import is_loop
+from eagle_mlx.train import ROWS, OnlineTrainer
+
+from ..speculation import Speculation, bytes_of
+from .drift import Drift
+from .options import LearnOptions
+from .texts import Text, Texts
+from .versions import TEXTS, Event, Outcome, Versions, claim
+
+log = logging.getLogger("eagle_mlx.serve")
+_BUFFER_BYTES = 256 << 20
+"""Texts that wait in memory while requests keep the device busy."""
+CYCLE_TOKENS = 4096
+"""New tokens after which the head learns again: with 8,500, a real head rose from 2.29 to 2.86 tokens per forward."""
+PASSES = 6
+"""Training tokens for each new one; half of them replay older texts, against forgetting."""
+_MOST_STEPS = 400
+"""Steps of a cycle, so that a candidate is judged within minutes."""
+LEAST_JUDGED, MOST_JUDGED = 12, 40
+"""Held-out conversations of a verdict: the paired judge tells gains of 10 % by a dozen."""
+_JUDGED_TOKENS = 64
+"""Tokens of an answer along which heads draft, because a request may wait for that."""
+_LEAST_OLD = -0.02
+"""The least gain over the older half of the conversations: what is unusual now must not cost the usual more."""
+_DEPTH = 4
+"""Draft tokens of the judge, as in `eagle-heads compare`."""
+_RAREST = 64
+"""Cycles need up to so many times the tokens while nothing is gained."""
+_MOST_FAILURES = 3
+_CREDIT_SECONDS = 1.0
+"""Time for learning that a share of the busy time may save up."""
+
+
+@dataclass(frozen=True)
+class _Former:
+    """The head that served before, until the new one has proved itself."""
+
+    head: HeadProposer
+    version: int
+    since: int
+    """Only texts with later serials count."""
+
+
+class Learner:
+    """Learns for a serving head. Belongs to the engine's thread; other threads may read its counts."""
+
+    def __init__(self, options: LearnOptions, target: Target, serving: HeadProposer, speculation: Speculation):
+        """Claim the folder, and let the version that served last serve again. Binds the serving head.
+
+        Raises ConfigError if the head cannot be trained, or if the folder is of another head or target; OutputError if
+        another process uses it.
+        """
+        assert options.folder is not None
+        assert speculation.head is not None
+        self.folder, self._share = options.folder.expanduser(), options.share
+        self._target, self._serving, self._speculation = target, serving, speculation
+        serving.bind(target)
+        first = load_found(speculation.head, target)
+        identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest_of(first)}
+        self._trainer: OnlineTrainer | None = OnlineTrainer(first, target)
+        self._claim = claim(self.folder, identity)
+        with ExitStack() as stack:
+            stack.enter_context(self._claim)
+            self._open(options)
+            stack.pop_all()
+
+    def _open(self, options: LearnOptions) -> None:
+        self.versions = Versions(self.folder)
+        if self.versions.serving:
+            self._serving.exchange(self._loaded(self.versions.serving))
+            self._trainer = None
+        target, named = self._target, self._serving.head.named_layers
+        meta = ShardMeta(target.name, target.hidden_size, target.vocab_size, named)
+        self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
+        self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, _keeps(options.redact, target))
+        self._rng = np.random.default_rng(0)
+        self._drift, self._rarity, self._new_tokens = Drift(), 1, 0
+        self._cycle: Iterator[None] | None = None
+        self._former: _Former | None = None
+        self._credit, self._failures = 0.0, 0
+        self.steps = self.judged = 0
+        """Training steps and verdicts so far."""
+
+    def __str__(self) -> str:
+        version = self.versions.serving
+        head = f"version {version} of the head serves" if version else "the head serves as it is"
+        return f"{self.folder}, {len(self.texts.all)} texts; {head}"
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is work."""
+        if self._failures >= _MOST_FAILURES:
+            return False
+        return self._cycle is not None or self.collector.nbytes > 0 or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        enough = self._new_tokens >= CYCLE_TOKENS * self._rarity
+        return enough and len(_conversations(self._held_out())) >= LEAST_JUDGED
+
+    def may_work(self, seconds: float) -> bool:
+        """Return whether to do a piece of work although requests decode, after a step that took so many seconds."""
+        self._credit = min(self._credit + self._share * seconds, _CREDIT_SECONDS)
+        return self._credit > 0 and self.pending
+
+    def spent(self, seconds: float) -> None:
+        """Count the time of a piece of work while requests decode."""
+        self._credit -= (1 - self._share) * seconds
+
+    def work(self) -> None:
+        """Do a piece of work. If it fails, the serving head stays, and the copy begins again."""
+        try:
+            self._absorb()
+            if self._cycle is None and self._is_due:
+                self._cycle = self._learn()
+            if self._cycle is not None and next(self._cycle, self) is self:
+                self._cycle, self._failures = None, 0
+        except Exception as e:
+            self._cycle = self._trainer = None
+            self._new_tokens = 0
+            self._failures += 1
+            off = self._failures >= _MOST_FAILURES
+            log.exception("learning failed (%s); %s", e, "it stops until a restart" if off else "it begins again")
+
+    def close(self) -> None:
+        """Write the newest texts, and let others use the folder."""
+        with self._claim:
+            self._absorb()
+            self.texts.flush()
+
+    def _absorb(self) -> None:
+        """Move what was collected to the texts."""
+        while self.collector.accepted:
+            tokens, rounds = self.collector.accepted.popleft()
+            if rounds and self._drift.falls(tokens / rounds):
+                self._rarity = 1
+        for example in self.collector.take():
+            if not is_loop(example.tokens[example.loss_mask == 1].tolist()):
+                text = self.texts.add(example)
+                if text is not None and not text.is_held_out:
+                    self._new_tokens += text.tokens
+
+    def _held_out(self) -> list[Text]:
+        return [text for text in self.texts.all if text.is_held_out]
+
+    def _learn(self) -> Iterator[None]:
+        """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
+        piece of work."""
+        yield from self._watch()
+        if self._trainer is None:
+            version = self.versions.serving
+            place = self.versions.path(version) if version else self._speculation.head
+            assert place is not None
+            self._trainer = OnlineTrainer(load_found(place, self._target), self._target)
+            yield
+        new, self._new_tokens = self._new_tokens, 0
+        end = self._trainer.tokens + PASSES * new
+        for _ in range(_MOST_STEPS):
+            self._trainer.step(self._drawn(new))
+            self.steps += 1
+            yield
+            if self._trainer.tokens >= end:
+                break
+        self.texts.flush()
+        yield from self._challenge(self._trainer)
+
+    def _drawn(self, new: int) -> list[Example]:
+        """Return the examples of a step: half from the newest texts, which have `new` tokens, and half from all."""
+        learned = [text for text in self.texts.all if not text.is_held_out]
+        ends = list(accumulate(text.tokens for text in reversed(learned)))
+        newest = learned[-1 - bisect_left(ends, new) :]
+        chosen = [texts[self._rng.integers(len(texts))] for texts in (newest, learned) for _ in range(ROWS // 2)]
+        return [self.texts.read(text) for text in chosen]
+
+    def _challenge(self, trainer: OnlineTrainer) -> Iterator[None]:
+        """Judge the copy, and let it take over by the verdict alone."""
+        shutil.rmtree(self.versions.candidate, ignore_errors=True)
+        trainer.save(self.versions.candidate, {"learned": "from requests"})
+        yield
+        candidate = self._loaded(None)
+        yield
+        judge = Judge(self._target, self._serving, candidate, _DEPTH)
+        yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
+        gain, oldest = judge.comparison().gain, judge.drafted[: len(judge.drafted) // 2]
+        old = gain_of([first.decoded for first, _ in oldest], [second.decoded for _, second in oldest])
+        if gain.verdict == "better" and old.gain >= _LEAST_OLD and old.verdict != "worse":
+            former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
+            self.versions.take_over(self._event("took over", self.versions.latest + 1, judge, trainer.tokens))
+            self._serving.exchange(candidate)
+            self._former, self._rarity = former, 1
+        else:
+            self.versions.note(self._event("not better", self.versions.serving, judge, trainer.tokens))
+            self._rarity = min(2 * self._rarity, _RAREST)
+            if gain.verdict == "worse" or old.gain < _LEAST_OLD:
+                self._trainer = None
+
+    def _watch(self) -> Iterator[None]:
+        """Judge the serving version against the one before on newer texts, and return to that if it is worse."""
+        former = self._former
+        if former is None:
+            return
+        newer = _conversations([text for text in self._held_out() if text.serial > former.since])
+        if len(newer) < LEAST_JUDGED:
+            return
+        judge = Judge(self._target, former.head, self._serving, _DEPTH)
+        yield from self._draft_along(judge, newer[:MOST_JUDGED])
+        if judge.comparison().gain.verdict == "worse":
+            self.versions.note(self._event("rolled back", former.version, judge, 0))
+            self._serving.exchange(former.head)
+            self._trainer = None
+        if len(newer) >= MOST_JUDGED or self._trainer is None:
+            self._former = None
+
+    def _draft_along(self, judge: Judge, texts: Sequence[Text]) -> Iterator[None]:
+        for text in texts:
+            recording, drafted = self._recording(self.texts.read(text)), []
+            for proposer in judge.proposers:
+                drafted.append(draft_along(proposer, recording, _DEPTH, self._target))
+                yield
+            judge.drafted.append((drafted[0], drafted[1]))
+        self.judged += 1
+
+    def _sample(self, texts: Sequence[Text]) -> list[Text]:
+        """Return the texts to judge by, in order: the newest, and as many of the others at random."""
+        if len(texts) <= MOST_JUDGED:
+            return list(texts)
+        newest = len(texts) - MOST_JUDGED // 2
+        others = sorted(self._rng.choice(newest, MOST_JUDGED // 2, replace=False).tolist())
+        return [*(texts[at] for at in others), *texts[newest:]]
+
+    def _recording(self, example: Example) -> Recording:
+        """Return a text for the judge. Drafts are greedy, so those of sampled answers are compared with one sample."""
+        assert example.states is not None
+        answer = max(1, int(example.loss_mask.argmax()))
+        end = min(len(example), answer + _JUDGED_TOKENS)
+        whole = from_16_bits(example.states.whole[: end - 1])[None].astype(self._target.dtype)
+        layers = (*example.states.layers, self._target.num_layers - 1)
+        states = dict(zip(layers, mx.split(whole, len(layers), axis=-1), strict=True))
+        return Recording(example.tokens[:end].tolist(), answer, SamplingParams(max_tokens=_JUDGED_TOKENS), states)
+
+    def _loaded(self, version: int | None) -> HeadProposer:
+        """Return a version of the head, or else the candidate, as it would serve."""
+        head = load_found(self.versions.candidate if version is None else self.versions.path(version), self._target)
+        quantize_for(head, self._target, self._speculation.head_bits)
+        loaded = HeadProposer(head, self._speculation.draft_window, self._speculation.draft_sink)
+        loaded.bind(self._target)
+        return loaded
+
+    def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
+        """Return an event, and log it if the serving head changes."""
+        comparison = judge.comparison()
+        gain: Gain = comparison.gain
+        taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
+        interval = (gain.gain, gain.low, gain.high, gain.conversations)
+        event = Event(outcome, version, *taus, *interval, tokens, int(time.time()))
+        if version != self.versions.serving:
+            log.info("version %d of the head serves now; %s", version, event)
+        return event
+
+
+def _conversations(texts: Sequence[Text]) -> list[Text]:
+    """Return the newest text of each conversation, oldest first."""
+    newest = {text.key: text for text in texts}
+    return sorted(newest.values(), key=lambda text: text.serial)
+
+
+def _keeps(patterns: Sequence[str], target: Target) -> Callable[[Sequence[int]], bool]:
+    """Return a function that says whether tokens may be kept: none of the patterns matches their text."""
+    compiled, tokenizer = [re.compile(pattern) for pattern in patterns], target.tokenizer
+    if not compiled:
+        return lambda tokens: True
+    if tokenizer is None:
+        raise ConfigError(f"--learn-redact needs a tokenizer, and {target.name} has none")
+
+    def keeps(tokens: Sequence[int]) -> bool:
+        text = tokenizer.decode(list(tokens))
+        return not any(pattern.search(text) for pattern in compiled)
+
+    return keeps

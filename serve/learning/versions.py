@@ -1,0 +1,184 @@
+"""The folder of `--learn`: its lock, its identity, the versions of the head, and what became of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.files import locked, sync_folder, write_whole
+from eagle_mlx.progress import counted
+
+TEXTS, HEADS = "texts", "heads"
+_CANDIDATE, _LOG, _IDENTITY, _LOCK = "candidate", "log.json", "identity.json", "lock"
+_FORMAT = "eagle-mlx-learned-1"
+_KEPT = 5
+"""Versions of the head on disk; the oldest leave first, but never the serving one."""
+_EVENTS = 200
+"""Lines of the log."""
+Outcome = Literal["took over", "not better", "rolled back"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a candidate or of a version, and by which figures."""
+
+    outcome: Outcome
+    version: int
+    """The version that serves from then on; 0 is the head that the server was started with."""
+    before: float
+    """τ of the head that served, over held-out conversations."""
+    after: float
+    """τ of the candidate over the same conversations."""
+    gain: float
+    low: float | None
+    high: float | None
+    conversations: int
+    tokens: int
+    """Tokens that the candidate had learned."""
+    time: int
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None or self.high is None else f" ({self.low:+.1%} to {self.high:+.1%})"
+        over = counted(self.conversations, "held-out conversation")
+        return f"{self.outcome}: tau {self.before:.3f} to {self.after:.3f}, {self.gain:+.1%}{interval} over {over}"
+
+
+class Versions:
+    """The versions of a head. Version 0, the head that the server was started with, is not in the folder.
+
+    A version's folder is complete and on disk before the log names it, so the serving head is whole whenever a process
+    is killed.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.events: list[Event] = []
+        self.serving = 0
+        if (folder / _LOG).exists():
+            self.serving, self.events = _read_log(folder)
+        heads = folder / HEADS
+        heads.mkdir(mode=0o700, exist_ok=True)
+        for path in heads.iterdir():
+            if path.name not in map(str, range(1, self.latest + 1)):  # a process was killed while it wrote this
+                shutil.rmtree(path)
+
+    @property
+    def candidate(self) -> Path:
+        """The folder for the next candidate."""
+        return self._folder / HEADS / _CANDIDATE
+
+    @property
+    def latest(self) -> int:
+        return max([self.serving, *(event.version for event in self.events)])
+
+    @property
+    def tau(self) -> float:
+        """τ of the serving head by the last verdict; 0 before the first."""
+        if not self.events:
+            return 0.0
+        last = self.events[-1]
+        return last.after if last.outcome == "took over" else last.before
+
+    def path(self, version: int) -> Path:
+        return self._folder / HEADS / str(version)
+
+    def take_over(self, event: Event) -> None:
+        """Make the candidate the serving version, `event.version`. Raises OSError; nothing has changed then."""
+        place = self.path(event.version)
+        for path in (self.candidate, *self.candidate.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+            sync_folder(path)
+        shutil.rmtree(place, ignore_errors=True)  # of an earlier attempt that failed
+        self.candidate.rename(place)
+        sync_folder(place.parent)
+        self.note(event)
+
+    def note(self, event: Event) -> None:
+        """Add an event to the log, whose version serves from now on, and delete versions that are too old."""
+        events = [*self.events, event][-_EVENTS:]
+        content = {"format": _FORMAT, "serving": event.version, "events": list(map(asdict, events))}
+        write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
+        self.serving, self.events = event.version, events
+        numbers = sorted(int(path.name) for path in (self._folder / HEADS).iterdir() if path.name.isdecimal())
+        for number in numbers[:-_KEPT]:
+            if number != self.serving:
+                shutil.rmtree(self.path(number), ignore_errors=True)
+
+
+def _read_log(folder: Path) -> tuple[int, list[Event]]:
+    """Return the serving version and the events. Raises ConfigError if the log cannot be read."""
+    path = folder / _LOG
+    try:
+        content = json.loads(path.read_text())
+        return int(content["serving"]), [Event(**event) for event in content["events"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} cannot be read ({e}); remove {folder}, or name another folder") from e
+
+
+def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:
+    """Lock a folder, created if need be, for a server; return what unlocks it.
+
+    identity: what the texts and heads in it are of. Raises ConfigError if they are of something else, and OutputError
+    if another process uses the folder, or if it cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(_locked(folder))
+            path, content = folder / _IDENTITY, json.dumps({"format": _FORMAT, **identity}, indent=1) + "\n"
+            there = path.read_text() if path.exists() else None
+            if there is None:
+                write_whole(path, content.encode(), mode=0o600)
+            elif there != content:
+                raise ConfigError(
+                    f"--learn {folder} has the texts of another target or head:\n{there}name another folder"
+                )
+        except OSError as e:
+            raise OutputError(f"--learn {folder} cannot be used: {e.strerror or e}") from e
+        return stack.pop_all()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises OutputError, with the process that holds it."""
+    lock = folder / _LOCK
+    lock.touch(0o600)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock))
+        except OutputError as e:
+            user = lock.read_text().strip()
+            raise OutputError(f"{folder} is in use by process {user}; end it, or name another folder") from e
+        lock.write_text(f"{os.getpid()}\n")
+        yield
+
+
+def show_log(folder: Path) -> int:
+    """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
+    if not (folder / _LOG).exists():
+        print(f"{folder} has no versions of a head yet")
+        return 1
+    serving, events = _read_log(folder)
+    for event in events:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.time))
+        print(f"{when}  version {event.version:<3} {event}; {counted(event.tokens, 'token')} learned")
+    print(f"version {serving} serves" + (", the head that the server is started with" if not serving else ""))
+    return 0
+
+
+def forget(folder: Path) -> int:
+    """Delete the texts; return the exit status. Raises ConfigError if there are none, OutputError if a server runs."""
+    if not (folder / _IDENTITY).exists():
+        raise ConfigError(f"{folder} is not a folder of eagle-serve --learn")
+    with _locked(folder):
+        shutil.rmtree(folder / TEXTS, ignore_errors=True)
+    print(f"the texts in {folder} are deleted; its versions of the head stay, which learned from them")
+    return 0
