@@ -20,7 +20,7 @@ TEXTS, HEADS = "texts", "heads"
 _CANDIDATE, _LOG, _IDENTITY, _LOCK = "candidate", "log.json", "identity.json", "lock"
 _FORMAT = "eagle-mlx-learned-1"
 _KEPT = 5
-"""Versions of the head on disk; the oldest leave first, but never the serving one."""
+"""Versions of the head on disk; the oldest leave first, but never the serving one and the one before."""
 _EVENTS = 200
 """Lines of the log."""
 Outcome = Literal["took over", "not better", "rolled back"]
@@ -106,10 +106,11 @@ class Versions:
         events = [*self.events, event][-_EVENTS:]
         content = {"format": _FORMAT, "serving": event.version, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
+        kept = (self.serving, event.version)  # a rollback returns to the one before
         self.serving, self.events = event.version, events
         numbers = sorted(int(path.name) for path in (self._folder / HEADS).iterdir() if path.name.isdecimal())
         for number in numbers[:-_KEPT]:
-            if number != self.serving:
+            if number not in kept:
                 shutil.rmtree(self.path(number), ignore_errors=True)
 
 

@@ -1,0 +1,180 @@
+"""The folder of --learn: bounded, for its owner alone, whole whenever a process is killed, and easy to empty."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import locked
+from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.serve.heads import main as heads
+from eagle_mlx.serve.learning.options import LearnOptions
+from eagle_mlx.serve.learning.texts import Texts
+from eagle_mlx.serve.learning.versions import Event, Versions, claim
+from eagle_mlx.shards import ShardMeta
+from tests.fakes import tiny_head, tiny_target
+from tests.full import in_full
+
+META = ShardMeta("tiny", 4, 100, (0, 1))
+TOKEN_BYTES = 3 * 4 * 2 + 5
+
+
+def example(key: int, tokens: int = 20) -> Example:
+    rng = np.random.default_rng(key)
+    states = HiddenStates.split((0, 1), rng.integers(0, 1 << 15, (tokens, 12)).astype(np.uint16))
+    ids = rng.integers(0, 100, tokens).astype(np.int32)
+    return Example(ids, (np.arange(tokens) >= 5).astype(np.uint8), states, key)
+
+
+def same(first: Example, second: Example) -> bool:
+    assert first.states is not None
+    assert second.states is not None
+    return np.array_equal(first.tokens, second.tokens) and np.array_equal(first.states.whole, second.states.whole)
+
+
+def test_texts_are_read_as_they_were_written_and_the_oldest_leave_first(tmp_path: Path) -> None:
+    limit = 200 * 20 * TOKEN_BYTES
+    texts = Texts(tmp_path / "texts", limit, META)
+    for key in range(400):
+        texts.add(example(key))
+        assert texts.disk_bytes <= limit
+        assert sum(path.stat().st_size for path in (tmp_path / "texts").iterdir()) == texts.disk_bytes
+    keys = [text.key for text in texts.all]
+    assert keys == list(range(400 - len(keys), 400))
+    assert 120 < len(keys) < 220
+    assert all(same(texts.read(text), example(text.key)) for text in texts.all[::7])
+    texts.flush()
+    again = Texts(tmp_path / "texts", limit, META)
+    assert [text.key for text in again.all] == [text.key for text in texts.all]
+    assert all(same(again.read(text), example(text.key)) for text in again.all[::7])
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "texts").iterdir()} == {0o600}
+    assert (tmp_path / "texts").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_not_written_whole_is_deleted(tmp_path: Path) -> None:
+    texts = Texts(tmp_path / "texts", 1 << 20, META)
+    texts.add(example(1))
+    texts.flush()
+    [path] = (tmp_path / "texts").iterdir()
+    (tmp_path / "texts" / "shard-00007.safetensors.part").write_bytes(path.read_bytes())
+    (tmp_path / "texts" / "shard-00008.safetensors").write_bytes(path.read_bytes()[:-9])
+    again = Texts(tmp_path / "texts", 1 << 20, META)
+    assert [text.key for text in again.all] == [1]
+    assert [*(tmp_path / "texts").iterdir()] == [path]
+
+
+def event(version: int) -> Event:
+    return Event("took over", version, 2.0, 2.2, 0.1, 0.05, 0.15, 20, 5000, 1_790_000_000)
+
+
+def save(versions: Versions, version: int) -> None:
+    save_eagle3(tiny_head(tiny_target(), seed=version), versions.candidate, target_name="tiny", extra={"step": version})
+
+
+def test_old_versions_leave_and_the_serving_one_stays(tmp_path: Path) -> None:
+    with claim(tmp_path / "learned", {}):
+        versions = Versions(tmp_path / "learned")
+        for version in range(1, 9):
+            save(versions, version)
+            versions.take_over(event(version))
+        kept = sorted(int(path.name) for path in (tmp_path / "learned" / "heads").iterdir())
+        assert kept == [4, 5, 6, 7, 8]
+        versions.note(Event("rolled back", 4, 2.0, 1.9, -0.1, -0.2, -0.05, 20, 0, 1_790_000_000))
+        for version in range(9, 12):
+            save(versions, version)
+            versions.take_over(event(version))
+            versions.note(event(4))
+        assert versions.path(4).is_dir()
+        again = Versions(tmp_path / "learned")
+        assert (again.serving, again.events, again.latest) == (4, versions.events, 11)
+    files = [path for path in (tmp_path / "learned").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "learned").rglob("*") if path.is_dir()} == {0o700}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.serve.test_learned_folder import claim, event, save
+from eagle_mlx.serve.learning.versions import Versions
+with claim(Path(sys.argv[1]), {}):
+    versions = Versions(Path(sys.argv[1]))
+    while True:
+        version = versions.latest + 1
+        print(version, flush=True)
+        save(versions, version)
+        versions.take_over(event(version))
+"""
+
+
+def test_a_killed_process_leaves_a_whole_head(tmp_path: Path) -> None:
+    """At moments spread over the time of a version: the version that the log names loads, and is that version."""
+    folder, target = tmp_path / "learned", tiny_target()
+    for moment in range(in_full(20, 5)):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        began = int(writer.stdout.readline())
+        after = time.monotonic()
+        while int(writer.stdout.readline()) < began + 2:
+            pass
+        took = (time.monotonic() - after) / 2
+        try:
+            writer.wait(timeout=took * moment / 5)
+        except subprocess.TimeoutExpired:
+            writer.kill()
+        writer.wait()
+        with claim(folder, {}):
+            versions = Versions(folder)
+            assert versions.serving >= began + 1
+            place = versions.path(versions.serving)
+            em.load_head(place, target)
+            assert json.loads((place / "config.json").read_text())["eagle_mlx"]["step"] == versions.serving
+            assert not versions.candidate.exists()
+            assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
+
+
+def test_forget_deletes_the_texts_and_log_shows_the_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "learned"
+    assert heads(["forget", str(folder)]) == 2
+    assert heads(["log", str(folder)]) == 1
+    with claim(folder, {}):
+        texts, versions = Texts(folder / "texts", 1 << 20, META), Versions(folder)
+        texts.add(example(1))
+        texts.flush()
+        save(versions, 1)
+        versions.take_over(event(1))
+    with locked(folder / "lock"):
+        assert heads(["forget", str(folder)]) == 2
+        assert "is in use by process" in capsys.readouterr().err
+    assert (folder / "texts").exists()
+    assert heads(["forget", str(folder)]) == 0
+    assert not (folder / "texts").exists()
+    assert heads(["log", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "took over: tau 2.000 to 2.200, +10.0% (+5.0% to +15.0%) over 20 held-out conversations" in shown
+    assert shown.endswith("version 1 serves\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learn_share": 0.1}, "--learn-share needs --learn"),
+        ({"learn_redact": ("x",)}, "--learn-redact needs --learn"),
+        ({"learn": "folder", "learn_redact": ("(",)}, "not a regular expression"),
+        ({"learn": "folder", "learn_share": 0.9}, "--learn-share must be"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearnOptions.of(**settings)

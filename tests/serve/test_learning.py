@@ -1,0 +1,304 @@
+"""A head that learns from requests: it takes over only when it is better, and returns when it is worse."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.errors import ConfigError, EagleError, OutputError
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.paired import Gain
+from eagle_mlx.serve.learning import learner as learning
+from eagle_mlx.serve.learning.drift import Drift
+from eagle_mlx.serve.learning.learner import Learner
+from eagle_mlx.serve.learning.options import LearnOptions
+from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.target import Target
+from eagle_mlx.train.kinds import kind_of
+from tests.eagle_mlx import heads
+from tests.fakes import tiny_head, tiny_target
+from tests.full import in_full
+
+PARAMS = em.SamplingParams(max_tokens=20)
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten a cycle: what it decides does not depend on its size."""
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 1, "LEAST_JUDGED": 6, "MOST_JUDGED": 8}.items():
+        monkeypatch.setattr(learning, name, value)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    save_eagle3(tiny_head(target), folder, target_name="tiny")
+    return folder
+
+
+class World:
+    """An engine with a head that learns, and its traffic."""
+
+    def __init__(self, target: Target, head: Path, folder: Path, depth: int = 3, **settings: Any):
+        speculation = Speculation(head=str(head), head_bits=settings.pop("head_bits", None))
+        loaded = em.load_head(head, target)
+        quantize_for(loaded, target, speculation.head_bits)
+        self.serving = em.HeadProposer(loaded)
+        self.learner = Learner(LearnOptions(folder=folder, **settings), target, self.serving, speculation)
+        self.engine = em.Engine(
+            target, self.serving, policy=em.FixedPolicy(depth), collector=self.learner.collector, max_batch=16
+        )
+        self.rng = np.random.default_rng(0)
+
+    def prompts(self, count: int) -> list[list[int]]:
+        vocab: int = self.engine.target.vocab_size
+        return self.rng.integers(0, vocab, (count, 6)).tolist()  # type: ignore[no-any-return]
+
+    def serve(self, count: int) -> None:
+        self.engine.generate(self.prompts(count), PARAMS)
+
+    def work(self) -> int:
+        """Do all work; return the number of pieces."""
+        pieces = 0
+        while self.learner.pending:
+            self.learner.work()
+            pieces += 1
+        return pieces
+
+    def tau(self, prompts: list[list[int]]) -> float:
+        quiet = em.SamplingParams(max_tokens=20, learn=False)
+        outputs = self.engine.generate(prompts, quiet)
+        return sum(len(output.tokens) for output in outputs) / sum(output.rounds for output in outputs)
+
+
+@contextmanager
+def world(target: Target, head: Path, folder: Path, **settings: Any) -> Iterator[World]:
+    made = World(target, head, folder, **settings)
+    try:
+        yield made
+    finally:
+        made.learner.close()
+
+
+def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"CYCLE_TOKENS": 600, "PASSES": 6, "MOST_JUDGED": 40}.items():
+        monkeypatch.setattr(learning, name, value)
+    with world(target, head, tmp_path / "learned") as first:
+        fresh = first.prompts(24)
+        before = first.tau(fresh)
+        for _ in range(in_full(6, 2)):
+            first.serve(120)
+            first.work()
+        after, version = first.tau(fresh), first.learner.versions.serving
+        texts = len(first.learner.texts.all)
+        assert version > 0
+        assert after > before + 0.1
+        assert first.learner.versions.events[-1].tokens > 0
+    with world(target, head, tmp_path / "learned") as second:
+        assert second.learner.versions.serving == version
+        assert second.tau(fresh) == pytest.approx(after, rel=0.03)  # the file has 16 bits
+        assert len(second.learner.texts.all) == texts
+
+
+def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_path: Path) -> None:
+    """Pieces of work between all steps, at any share, and versions that change in the middle of answers."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, target.vocab_size, (60, 6)).tolist()
+    params = [em.SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=20) for at in range(len(prompts))]
+    expected = [output.tokens for output in em.Engine(target, max_batch=8).generate(prompts, params)]
+    with world(target, head, tmp_path / "learned") as learned:
+        learned.engine.max_batch = 8
+        requests = [learned.engine.prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        learned.serve(60)
+        for request in requests:
+            learned.engine.submit(request)
+        while not learned.engine.idle:
+            learned.engine.step()
+            for _ in range(8):
+                if learned.learner.pending:
+                    learned.learner.work()
+        assert learned.learner.steps > 0
+        assert [request.tokens for request in requests] == expected
+
+
+def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
+    """Let the judge find these gains, one after another."""
+    left = list(gains)
+
+    def gain_of(*_: object) -> Gain:
+        gain = left[0] if len(left) == 1 else left.pop(0)
+        return Gain(gain, gain - 0.001, gain + 0.001, "better" if gain > 0.001 else "worse", 12, 12)
+
+    monkeypatch.setattr("eagle_mlx.judge.gain_of", lambda *_: gain_of())
+    monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(0.0, -0.01, 0.01, "not told apart", 6, 12))
+    world.serve(60)
+    world.work()
+
+
+def test_a_version_that_turns_out_worse_is_rolled_back(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(target, head, tmp_path / "learned") as learned:
+        fresh = learned.prompts(24)
+        before = learned.tau(fresh)
+        judged(learned, monkeypatch, 0.1)
+        assert learned.learner.versions.serving == 1
+        judged(learned, monkeypatch, -0.1)
+        outcomes = [event.outcome for event in learned.learner.versions.events]
+        assert outcomes == ["took over", "rolled back", "not better"]
+        assert learned.learner.versions.serving == 0
+        assert learned.tau(fresh) == before
+    with world(target, head, tmp_path / "learned") as again:
+        assert again.tau(fresh) == before
+
+
+def test_a_candidate_that_costs_older_conversations_does_not_take_over(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(target, head, tmp_path / "learned") as learned:
+        judged(learned, monkeypatch, 0.1)
+        monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(-0.03, -0.1, 0.04, "not told apart", 6, 12))
+        learned.serve(60)
+        learned.work()
+        assert [event.outcome for event in learned.learner.versions.events] == ["took over", "not better"]
+        assert learned.learner.versions.serving == 1
+
+
+def test_one_prompt_again_and_again_teaches_nothing(target: Target, head: Path, tmp_path: Path) -> None:
+    with world(target, head, tmp_path / "learned") as learned:
+        [prompt] = learned.prompts(1)
+        learned.engine.generate([prompt] * 200, PARAMS)
+        assert learned.work() == 1
+        assert len(learned.learner.texts.all) == 8
+        learned.engine.generate([[7] * 40] * 3, em.SamplingParams(max_tokens=200))  # texts that loop
+        learned.work()
+        assert len(learned.learner.texts.all) == 8
+        assert learned.learner.steps == 0
+
+
+def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(target, head, tmp_path / "learned") as learned:
+        judged(learned, monkeypatch, -0.1)
+        judged(learned, monkeypatch, -0.1)
+        steps = learned.learner.steps
+        learned.serve(60)
+        learned.work()
+        assert learned.learner.steps == steps
+        learned.learner.collector.accepted.extend([(30, 10)] * 50 + [(12, 10)] * 50)
+        learned.serve(40)
+        learned.work()
+        assert learned.learner.steps > steps
+
+
+def test_a_fall_is_noticed_and_noise_is_not() -> None:
+    rng, drift = np.random.default_rng(0), Drift()
+    alarms = sum(drift.falls(value) for value in rng.normal(2.5, 0.5, 2000))
+    assert alarms == 0
+    assert any(drift.falls(value) for value in rng.normal(2.0, 0.5, 200))
+
+
+def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world(target, head, tmp_path / "learned") as learned:
+        fresh = learned.prompts(24)
+        before = learned.tau(fresh)
+        monkeypatch.setattr(learning, "draft_along", lambda *_: 1 / 0)
+        for _ in range(4):
+            learned.serve(60)
+            learned.work()
+        assert learned.tau(fresh) == before
+        assert not learned.learner.pending
+        assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+        assert "stops until a restart" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("eagle3", 4), ("eagle3", None), *((kind, None) for kind in ("eagle", "mtp", "peagle", "dflash", "dspark"))],
+)
+def test_a_version_of_every_kind_takes_the_place_of_the_first(kind: str, bits: int | None, tmp_path: Path) -> None:
+    """Also of a quantized head."""
+    target = tiny_target()
+    made: DraftHead = heads.ALL[kind](target)
+    made.attach(target)
+    kind_of(made).save(made, tmp_path / "head", "tiny", {})
+    with world(target, tmp_path / "head", tmp_path / "learned", head_bits=bits) as learned:
+        learned.serve(60)
+        fresh = learned.prompts(4)
+        first = learned.engine.generate(fresh, em.SamplingParams(max_tokens=8, learn=False))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learning, "LEAST_JUDGED", 4)
+            judged(learned, patch, 0.1)
+        assert learned.learner.versions.serving == 1, kind
+        second = learned.engine.generate(fresh, em.SamplingParams(max_tokens=8, learn=False))
+        assert [output.tokens for output in first] == [output.tokens for output in second]
+
+
+def test_texts_that_match_are_left_out(tmp_path: Path) -> None:
+    target = tiny_target(tokenizer=True)
+    save_eagle3(tiny_head(target), tmp_path / "head", target_name="tiny")
+    with world(target, tmp_path / "head", tmp_path / "learned", redact=(r"\d{4}-\d{4}",)) as learned:
+        params = em.SamplingParams(max_tokens=4)
+        learned.engine.generate(["my card is 1234-5678, keep it", "my card is elsewhere"], params)
+        assert learned.learner.collector.left_out == 1
+        [example] = learned.learner.collector.take()
+        assert target.tokenizer is not None
+        assert "elsewhere" in target.tokenizer.decode(example.tokens.tolist())
+
+
+def test_folders_of_others_are_refused_by_name(target: Target, head: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "learned"
+    with world(target, head, folder), pytest.raises(OutputError, match=rf"{folder} is in use by process \d+"):
+        World(target, head, folder)
+    save_eagle3(tiny_head(target, seed=1), tmp_path / "other", target_name="tiny")
+    with pytest.raises(ConfigError, match="another target or head"):
+        World(target, tmp_path / "other", folder)
+    with world(target, head, folder) as learned:  # both left it unlocked
+        assert learned.learner.versions.serving == 0
+
+
+def test_a_damaged_log_or_head_is_named(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "learned"
+    with world(target, head, folder) as learned:
+        judged(learned, monkeypatch, 0.1)
+    shutil.rmtree(folder / "heads" / "1")
+    with pytest.raises(EagleError, match=str(folder)):
+        World(target, head, folder)
+    (folder / "log.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"log\.json cannot be read"):
+        World(target, head, folder)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_learning_takes_its_share_of_the_busy_time(share: float, target: Target, head: Path, tmp_path: Path) -> None:
+    with world(target, head, tmp_path / "learned", share=share) as learned:
+        learned.serve(1)
+        assert learned.learner.pending
+        busy, worked = 0.0, 0.0
+        for _ in range(1000):
+            busy += 0.1
+            if learned.learner.may_work(0.1):
+                worked += 0.7
+                learned.learner.spent(0.7)
+        assert worked / (busy + worked) == pytest.approx(share, abs=0.01)
