@@ -281,8 +281,8 @@ class Learner:
         comparison = judge.comparison()
         gain: Gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
-        interval = (gain.gain, gain.low, gain.high, gain.conversations)
-        event = Event(outcome, version, *taus, *interval, tokens, int(time.time()))
+        about = (gain.conversations, tokens, int(time.time()))
+        event = Event(outcome, version, *taus, gain.gain, gain.low, gain.high, *about)
         if version != self.versions.serving:
             log.info("version %d of the head serves now; %s", version, event)
         return event
