@@ -233,7 +233,7 @@ def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
 
 @pytest.mark.parametrize(
     ("kind", "bits"),
-    [("eagle3", 4), ("eagle3", None), *((kind, None) for kind in ("eagle", "mtp", "peagle", "dflash", "dspark"))],
+    [("eagle3.1", 4), *((kind, None) for kind in ("eagle3.1", "eagle", "mtp", "peagle", "dflash", "dspark"))],
 )
 def test_a_version_of_every_kind_takes_the_place_of_the_first(kind: str, bits: int | None, tmp_path: Path) -> None:
     """Also of a quantized head."""
