@@ -25,7 +25,7 @@ _SHORTEST = 3
 """Tokens of a text: two to read and one to predict."""
 
 
-class _Text:
+class _Positions:
     """The collected positions of one request, without gaps."""
 
     def __init__(self, start: int):
@@ -52,8 +52,8 @@ class Collector:
         with some before them, whether it may be kept."""
         self._named, self._layers = tuple(layers), (*layers, last_layer)
         self._limit, self._keeps = nbytes, keeps
-        self._texts: WeakKeyDictionary[RequestState, _Text] = WeakKeyDictionary()
-        self._held: list[tuple[list[tuple[_Text, int, int, int]], tuple[mx.array, ...]]] = []
+        self._texts: WeakKeyDictionary[RequestState, _Positions] = WeakKeyDictionary()
+        self._held: list[tuple[list[tuple[_Positions, int, int, int]], tuple[mx.array, ...]]] = []
         """Observations on the device: texts with their row, first index and number of positions; and the layers."""
         self._examples: deque[Example] = deque()
         self.nbytes = 0
@@ -86,7 +86,7 @@ class Collector:
                 continue
             text = self._texts.get(request)
             if text is None or (first != text.end and text.end - text.start < MOST):
-                text = self._texts[request] = _Text(first)
+                text = self._texts[request] = _Positions(first)
             taken = min(start + count - first, MOST - (text.end - text.start))
             if taken > 0:
                 rows.append((text, row, first - start, taken))

@@ -11,7 +11,7 @@ _SLACK, _LIMIT = 0.75, 8.0
 requests that stayed the same, one raised an alarm."""
 
 
-class Drift:
+class DriftDetector:
     """A one-sided cumulative sum over values, such as tokens per target forward of each request."""
 
     def __init__(self) -> None:

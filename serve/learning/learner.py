@@ -32,7 +32,7 @@ from eagle_mlx.text import is_loop
 from eagle_mlx.train import ROWS, OnlineTrainer
 
 from ..speculation import Speculation, bytes_of
-from .drift import Drift
+from .drift import DriftDetector
 from .options import LearnOptions
 from .texts import Text, Texts
 from .versions import TEXTS, Event, Outcome, Versions, claim
@@ -104,7 +104,7 @@ class Learner:
         self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
         self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, _keeps(options.redact, target))
         self._rng = np.random.default_rng(0)
-        self._drift, self._rarity, self._new_tokens = Drift(), 1, 0
+        self._drift, self._rarity, self._new_tokens = DriftDetector(), 1, 0
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
         self._credit, self._failures = 0.0, 0

@@ -18,7 +18,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.paired import Gain
 from eagle_mlx.serve.learning import learner as learning
-from eagle_mlx.serve.learning.drift import Drift
+from eagle_mlx.serve.learning.drift import DriftDetector
 from eagle_mlx.serve.learning.learner import Learner
 from eagle_mlx.serve.learning.options import LearnOptions
 from eagle_mlx.serve.speculation import Speculation
@@ -209,7 +209,7 @@ def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance
 
 
 def test_a_fall_is_noticed_and_noise_is_not() -> None:
-    rng, drift = np.random.default_rng(0), Drift()
+    rng, drift = np.random.default_rng(0), DriftDetector()
     alarms = sum(drift.falls(value) for value in rng.normal(2.5, 0.5, 2000))
     assert alarms == 0
     assert any(drift.falls(value) for value in rng.normal(2.0, 0.5, 200))
