@@ -83,24 +83,28 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose outputs forwards return: those that the proposer reads, and then those to learn from."""
-        if self.proposer is None or self.state is None:
-            return ()
-        own = self.proposer.aux_layers
+        """The layers whose outputs forwards return: those that the proposer reads, and then those to collect."""
+        own = self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
         return own if self.collector is None else self.collector.layers_with(own)
 
-    def observed(
-        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int], aux: Sequence[mx.array]
-    ) -> Observation:
-        """Return what the proposer may observe of a forward, after the collector has seen it.
+    def observe(
+        self,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        aux: Sequence[mx.array],
+        in_prompts: bool = False,
+    ) -> None:
+        """Let the collector and the proposer observe a forward.
 
         tokens: for each row, the token after each position. starts, counts: each request's positions in its own text.
         aux: the outputs of `aux_layers`.
         """
-        assert self.proposer is not None
         if self.collector is not None:
             self.collector.see(self.requests, starts, counts, self.aux_layers, aux)
-        return Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)]))
+        if self.state is not None and self.proposer is not None:
+            seen = Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)]))
+            (self.state.prefill if in_prompts else self.state.observe)(seen)
 
     @property
     def draft_cache(self) -> RaggedCache | None:
@@ -375,9 +379,7 @@ class Round:
                 batch.cache.zero(index, request.length)
         if self.draft.tokens.shape[1]:
             batch.cache.sync([request.length for request in requests])
-        if batch.state is not None:
-            aux = tuple(map(mx.nan_to_num, self.aux)) if any(nan) else self.aux
-            batch.state.observe(batch.observed(emitted, starts, taken, aux))
+        batch.observe(emitted, starts, taken, tuple(map(mx.nan_to_num, self.aux)) if any(nan) else self.aux)
         return RoundResult(
             self.plan,
             drafted=drafted,

@@ -1,11 +1,13 @@
-"""Collects the hidden states that decoding computes anyway, with their texts, for a head that learns from them."""
+"""Collects the hidden states that decoding computes anyway, with their texts, to train heads."""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 import numpy as np
@@ -13,10 +15,6 @@ import numpy as np
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits
 from eagle_mlx.request_state import RequestState
 
-CONTEXT = 512
-"""Positions of a prompt, the last ones, that are kept for its answer."""
-MOST = 2048
-"""Positions of one text, so that long texts need no more memory: the default length of conversations in training."""
 _HELD = 32
 """Observations that are copied to the host together. A copy for each would stall the host."""
 _HELD_BYTES = 128 << 20
@@ -36,26 +34,30 @@ class _Positions:
 class Collector:
     """Keeps the newest texts of requests that ended, as training examples, in a bounded buffer.
 
-    It reads what the target computes for the head, and the last layer's output, from which labels are computed.
-    Positions that come from the prefix cache have no states here, so a text begins after them. If a request is paused
-    and its text is read again from an earlier position, its text begins there.
+    Each position is collected once, in the prefill or in the round that wrote it; rejected draft positions are not.
+    Those that come from the prefix cache have no states here, so a text begins after them. If a request is paused and
+    its text is read again from an earlier position, its text begins there.
     """
 
     def __init__(
         self,
         layers: Sequence[int],
         last_layer: int,
-        nbytes: int,
+        nbytes: float = math.inf,
+        context: int = sys.maxsize,
+        most: int = sys.maxsize,
         keeps: Callable[[Sequence[int]], bool] = lambda tokens: True,
     ):
-        """layers: those that the head's config names. nbytes: limit of the buffer. keeps: says of a text's tokens,
-        with some before them, whether it may be kept."""
+        """layers: those that the head's config names; the last layer's outputs give the labels. nbytes: limit of the
+        buffer. context: positions of a prompt, the last ones, that are kept for its answer. most: positions of a text.
+        keeps: says of a text's tokens, with up to `context` before them, whether it may be kept."""
         self._named, self._layers = tuple(layers), (*layers, last_layer)
         self._limit, self._keeps = nbytes, keeps
+        self._context, self._most = context, most
         self._texts: WeakKeyDictionary[RequestState, _Positions] = WeakKeyDictionary()
         self._held: list[tuple[list[tuple[_Positions, int, int, int]], tuple[mx.array, ...]]] = []
         """Observations on the device: texts with their row, first index and number of positions; and the layers."""
-        self._examples: deque[Example] = deque()
+        self._examples: deque[tuple[ref[RequestState], Example]] = deque()
         self.nbytes = 0
         """Bytes of the examples that wait to be taken."""
         self.collected = self.left_out = 0
@@ -81,13 +83,13 @@ class Collector:
         """
         rows = []
         for row, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True)):
-            first = max(start, len(request.prompt) - CONTEXT)
+            first = max(start, len(request.prompt) - self._context)
             if not request.params.learn or first >= start + count:
                 continue
             text = self._texts.get(request)
-            if text is None or (first != text.end and text.end - text.start < MOST):
+            if text is None or (first != text.end and text.end - text.start < self._most):
                 text = self._texts[request] = _Positions(first)
-            taken = min(start + count - first, MOST - (text.end - text.start))
+            taken = min(start + count - first, self._most - (text.end - text.start))
             if taken > 0:
                 rows.append((text, row, first - start, taken))
                 text.end += taken
@@ -110,9 +112,9 @@ class Collector:
                 text.states.append(copied[row, first : first + taken].copy())
 
     def ended(self, request: RequestState) -> None:
-        """Keep the text of a request that has ended, unless it failed or must not be learned from."""
+        """Keep the text of a request that has ended by itself, unless it failed or must not be learned from."""
         text = self._texts.pop(request, None)
-        if text is None or request.error:
+        if text is None or request.finish_reason in ("error", "cancelled"):
             return
         if request.counts.drafted_by_position:
             self.accepted.append((len(request.tokens), request.counts.rounds))
@@ -121,7 +123,7 @@ class Collector:
         tokens, answer = whole[text.start : text.end + 1], max(0, len(request.prompt) - text.start)
         if len(tokens) < _SHORTEST or answer >= len(tokens):
             return
-        if not self._keeps(whole[max(0, text.start - CONTEXT) : text.end + 1]):
+        if not self._keeps(whole[max(0, text.start - self._context) : text.end + 1]):
             self.left_out += 1
             return
         states = np.pad(np.concatenate(text.states), ((0, 1), (0, 0)))  # the final token was not read
@@ -132,7 +134,7 @@ class Collector:
             key_of(request),
         )
         self.collected += 1
-        self._examples.append(example)
+        self._examples.append((ref(request), example))
         self.nbytes += states.nbytes
         while self.nbytes > self._limit:
             self._pop()
@@ -141,8 +143,15 @@ class Collector:
         """Return and forget the examples, oldest first."""
         return [self._pop() for _ in range(len(self._examples))]
 
-    def _pop(self) -> Example:
-        example = self._examples.popleft()
+    def take_of(self, request: RequestState) -> Example | None:
+        """Return and forget the example of a request that has ended, None if there is none."""
+        self.ended(request)  # its row may not have left yet
+        at = next((at for at, (whose, _) in enumerate(self._examples) if whose() is request), None)
+        return None if at is None else self._pop(at)
+
+    def _pop(self, at: int = 0) -> Example:
+        _, example = self._examples[at]
+        del self._examples[at]
         assert example.states is not None
         self.nbytes -= example.states.features.nbytes + example.states.last.nbytes
         return example

@@ -73,9 +73,8 @@ class Prefill:
         padded = [text[start : start + count] + text[-1:] * (width - count) for text, count in reads]
         batch.cache.expect(counts)
         aux = batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers).aux
-        if batch.state is not None:
-            following = [text[start + 1 : start + 1 + count] for text, count in reads]
-            batch.state.prefill(batch.observed(following, [start] * len(counts), counts, aux))
+        following = [text[start + 1 : start + 1 + count] for text, count in reads]
+        batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
         with prompt_threads():
