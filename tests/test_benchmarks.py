@@ -110,3 +110,18 @@ def test_replays_show_what_a_memory_gains_on_texts_that_repeat(
     assert (kind, number) == ("json", "8")
     assert float(remembered) > 1.2 * float(own) > 1
     assert float(both) > float(head) > 1
+
+
+def test_learning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_target_folder(tmp_path / "target")
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "head", target_name="tiny")
+    rows = [json.dumps({"prompt": f"def number_{at}(x):"}) for at in range(10)]
+    (tmp_path / "traffic.jsonl").write_text("\n".join(rows) + "\n")
+    named = {"--target": "target", "--head": "head", "--traffic": "traffic.jsonl", "--json": "learning.json"}
+    paths = [part for flag, name in named.items() for part in (flag, str(tmp_path / name))]
+    few = ["--folder", str(tmp_path / "learned"), "--requests", "8", "--every", "4", "--tokens", "4"]
+    script("learning.py")["main"]([*paths, *few])
+    written = json.loads((tmp_path / "learning.json").read_text())
+    assert [row["requests"] for row in written["rows"]] == [0, 4, 8]
+    assert all(row["tau"] >= 1 for row in written["rows"])
+    assert "'version': 0" in capsys.readouterr().out
