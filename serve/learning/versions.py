@@ -68,7 +68,7 @@ class Versions:
         heads.mkdir(mode=0o700, exist_ok=True)
         for path in heads.iterdir():
             if path.name not in map(str, range(1, self.latest + 1)):  # a process was killed while it wrote this
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     @property
     def candidate(self) -> Path:
