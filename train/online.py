@@ -24,7 +24,7 @@ from .step import Stepper
 ROWS, LENGTH = 4, 256
 """Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
 _SHARE = 0.5
-"""Of the peak learning rate of a whole run, because these steps are small and have no schedule with an end."""
+"""Of the peak learning rate of a whole run, because these steps are small and the head is trained already."""
 _WARMUP = 10
 """Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
 
@@ -44,12 +44,13 @@ class OnlineTrainer:
         self._rng = np.random.default_rng(seed)
         self.steps = self.tokens = 0
 
-    def step(self, examples: Sequence[Example]) -> float | None:
-        """Learn from a piece of each of at most `ROWS` examples. Return the loss; None if no piece has any.
+    def step(self, examples: Sequence[Example], factor: float = 1.0) -> float | None:
+        """Learn from a piece of each of at most `ROWS` examples, at `factor` times the usual rate. Return the loss;
+        None if no piece has any.
 
         Raises NotFiniteError, before weights change, if the loss is not finite.
         """
-        result = self._stepper(self._rows(examples), _SHARE * min(1.0, (self.steps + 1) / _WARMUP))
+        result = self._stepper(self._rows(examples), _SHARE * factor * min(1.0, (self.steps + 1) / _WARMUP))
         if result is None:
             return None
         self.steps, self.tokens = self.steps + 1, self.tokens + result.tokens

@@ -189,11 +189,12 @@ class Learner:
         new, self._new_tokens = self._new_tokens, 0
         end = self._trainer.tokens + PASSES * new
         for _ in range(_MOST_STEPS):
-            self._trainer.step(self._drawn(new))
+            left = (end - self._trainer.tokens) / (PASSES * new)
+            if left <= 0:
+                break
+            self._trainer.step(self._drawn(new), left)  # the rate falls to 0, so that the candidate is settled
             self.steps += 1
             yield
-            if self._trainer.tokens >= end:
-                break
         self.texts.flush()
         yield from self._challenge(self._trainer)
 
