@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +13,8 @@ import numpy as np
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits
 from eagle_mlx.request_state import RequestState
 
+CONTEXT, MOST = 512, 2048
+"""Positions of a prompt, and of a text: long ones need no more memory. Conversations in training have 2,048 tokens."""
 _HELD = 32
 """Observations that are copied to the host together. A copy for each would stall the host."""
 _HELD_BYTES = 128 << 20
@@ -43,9 +43,9 @@ class Collector:
         self,
         layers: Sequence[int],
         last_layer: int,
-        nbytes: float = math.inf,
-        context: int = sys.maxsize,
-        most: int = sys.maxsize,
+        nbytes: int,
+        context: int = CONTEXT,
+        most: int = MOST,
         keeps: Callable[[Sequence[int]], bool] = lambda tokens: True,
     ):
         """layers: those that the head's config names; the last layer's outputs give the labels. nbytes: limit of the
@@ -57,7 +57,7 @@ class Collector:
         self._texts: WeakKeyDictionary[RequestState, _Positions] = WeakKeyDictionary()
         self._held: list[tuple[list[tuple[_Positions, int, int, int]], tuple[mx.array, ...]]] = []
         """Observations on the device: texts with their row, first index and number of positions; and the layers."""
-        self._examples: deque[tuple[ref[RequestState], Example]] = deque()
+        self._examples: deque[Example] = deque()
         self.nbytes = 0
         """Bytes of the examples that wait to be taken."""
         self.collected = self.left_out = 0
@@ -134,7 +134,7 @@ class Collector:
             key_of(request),
         )
         self.collected += 1
-        self._examples.append((ref(request), example))
+        self._examples.append(example)
         self.nbytes += states.nbytes
         while self.nbytes > self._limit:
             self._pop()
@@ -143,15 +143,8 @@ class Collector:
         """Return and forget the examples, oldest first."""
         return [self._pop() for _ in range(len(self._examples))]
 
-    def take_of(self, request: RequestState) -> Example | None:
-        """Return and forget the example of a request that has ended, None if there is none."""
-        self.ended(request)  # its row may not have left yet
-        at = next((at for at, (whose, _) in enumerate(self._examples) if whose() is request), None)
-        return None if at is None else self._pop(at)
-
-    def _pop(self, at: int = 0) -> Example:
-        _, example = self._examples[at]
-        del self._examples[at]
+    def _pop(self) -> Example:
+        example = self._examples.popleft()
         assert example.states is not None
         self.nbytes -= example.states.features.nbytes + example.states.last.nbytes
         return example

@@ -40,8 +40,6 @@ from .versions import TEXTS, Event, Outcome, Versions, claim
 log = logging.getLogger("eagle_mlx.serve")
 _BUFFER_BYTES = 256 << 20
 """Texts that wait in memory while requests keep the device busy."""
-_CONTEXT, _MOST = 512, 2048
-"""Positions of a prompt, and of a text: long ones need no more memory. Conversations in training have 2,048 tokens."""
 CYCLE_TOKENS = 4096
 """New tokens after which the head learns again: with 8,500, a real head rose from 2.29 to 2.86 tokens per forward."""
 PASSES = 6
@@ -105,7 +103,7 @@ class Learner:
         meta = ShardMeta(target.name, target.hidden_size, target.vocab_size, named)
         self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
         keeps = _keeps(options.redact, target)
-        self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, _CONTEXT, _MOST, keeps)
+        self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, keeps=keeps)
         self._rng = np.random.default_rng(0)
         self._drift, self._rarity, self._new_tokens = DriftDetector(), 1, 0
         self._cycle: Iterator[None] | None = None

@@ -62,36 +62,13 @@ def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: i
 def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape() -> None:
     target = tiny_target(vocab=48)
     layers, prompt = (0, 2, 3), list(range(10, 40))
-    collector = Collector(layers[:-1], layers[-1])
-    engine = em.Engine(target, policy=em.FixedPolicy(0), collector=collector)
-    request = engine.prepare(prompt, em.SamplingParams(max_tokens=8))
-    engine.submit(request)
-    while request.finish_reason is None:
-        engine.step()
-    example = collector.take_of(request)
-    assert example is not None
+    collector = Collector(layers[:-1], layers[-1], 1 << 20)
+    em.Engine(target, policy=em.FixedPolicy(0), collector=collector).generate(prompt, em.SamplingParams(max_tokens=8))
+    [example] = collector.take()
     assert example.states is not None
     alone = target.forward(mx.array([prompt]), aux_layers=layers).aux
     expected = np.array(in_16_bits(mx.concatenate(list(alone), axis=-1)[0]))
     assert np.array_equal(example.states.whole[: len(prompt) - 1], expected[:-1])
-    assert collector.take_of(request) is None, "it is given out once"
-
-
-def test_requests_with_one_prompt_are_told_apart() -> None:
-    target = tiny_target(vocab=48)
-    collector = Collector((0,), target.num_layers - 1)
-    engine = em.Engine(target, policy=em.FixedPolicy(0), max_batch=3, collector=collector)
-    params = [em.SamplingParams(temperature=1.0, seed=seed, max_tokens=6) for seed in range(3)]
-    requests = [engine.prepare([7, 8, 9], own) for own in params]
-    for request in requests:
-        engine.submit(request)
-    while not engine.idle:
-        engine.step()
-    for request in requests[::-1]:
-        example = collector.take_of(request)
-        assert example is not None
-        assert example.tokens.tolist() == request.text
-        check(example, target, (0,))
 
 
 def test_a_text_after_a_prefix_begins_where_the_target_read_on() -> None:
