@@ -6,21 +6,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from eagle_mlx import (
-    Engine,
-    FixedPolicy,
-    HeadProposer,
-    HybridProposer,
-    SamplingParams,
-    Target,
-    blas,
-    hub,
-    memory,
-)
+from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, blas, hub, memory
 from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.errors import ConfigError, TargetError, loading
 from eagle_mlx.formats.tensors import check_length
@@ -30,14 +19,12 @@ from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare
+from ..learning.learner import Learner, head_of
 from ..remembered import remember
-from ..speculation import AUTO, NO_HEAD, Speculation, bytes_of, load_proposer
+from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
 from .service import ModelSource
-
-if TYPE_CHECKING:
-    from ..learning.learner import Learner
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 _CHECK_TOKENS = 16
@@ -62,7 +49,9 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     name = proposer.name if proposer is not None else "none"
     proposer = speculation.for_requests(proposer)
     _try_out(target, proposer, speculation.depth)
-    learner = _learner(config, target, speculation, proposer)
+    learner = None
+    if config.learning.folder is not None:
+        learner = Learner(config.learning, target, head_of(proposer), speculation)
     if (prefix_cache_bytes := bytes_of(config.prefix_cache_gb)) is None:
         prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory)
     files = None
@@ -89,18 +78,6 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     if files is not None and loaded.memory is not None:
         loaded.memory_file = MemoryFile(folder, loaded.memory, target)
     return loaded
-
-
-def _learner(config: LoadConfig, target: Target, speculation: Speculation, proposer: Proposer | None) -> Learner | None:
-    """Return what lets the head learn, or None. Raises EagleError if there is no head that can."""
-    if config.learning.folder is None:
-        return None
-    serving = proposer.model if isinstance(proposer, HybridProposer) else proposer
-    if not isinstance(serving, HeadProposer):
-        raise ConfigError("--learn needs a head: give --head, or see `eagle-heads find` and `eagle-train`")
-    from ..learning.learner import Learner  # not at the top, because most servers do not need training
-
-    return Learner(config.learning, target, serving, speculation)
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -22,12 +22,10 @@ from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request import Output
 from eagle_mlx.target import nbytes_of
 
+from ..learning.learner import Learner
 from .model import Loaded
 from .models import Models
 from .service import SECONDS, Call, Histogram, Service, Totals
-
-if TYPE_CHECKING:
-    from ..learning.learner import Learner
 
 T = TypeVar("T")
 _MODEL = "model_name"
@@ -107,7 +105,6 @@ _LEARNER: _Numbers[Learner] = (
     (_COUNTER, "eagle:learn_steps", "Training steps", lambda x: x.steps),
     (_GAUGE, "eagle:learn_disk_bytes", "Collected texts on disk", lambda x: x.texts.disk_bytes),
     (_GAUGE, "eagle:learn_version", "Version of the head that serves, 0 for the first", lambda x: x.versions.serving),
-    (_GAUGE, "eagle:learn_tau", "Tau by the last verdict", lambda x: x.versions.tau),
 )
 
 

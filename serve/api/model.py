@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle_mlx import EagleError, Engine, HybridProposer, Memory, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
@@ -17,14 +17,12 @@ from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars
+from ..learning.learner import Learner
 from ..speculation import PolicyName, Speculation
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import ChoicesRequest
-
-if TYPE_CHECKING:
-    from ..learning.learner import Learner
 
 log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -15,7 +15,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event, Thread, Timer
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -26,11 +26,9 @@ from eagle_mlx.proposers.memory import Remembered
 from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 
+from ..learning.learner import Learner
 from .errors import ApiError
 from .model import Loaded
-
-if TYPE_CHECKING:
-    from ..learning.learner import Learner
 
 log = logging.getLogger("eagle_mlx.serve")
 T = TypeVar("T")

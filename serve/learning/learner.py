@@ -14,28 +14,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx import HeadProposer, SamplingParams
+from eagle_mlx import HeadProposer, HybridProposer, SamplingParams
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine.collector import Collector
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example, from_16_bits
 from eagle_mlx.judge import Judge, Recording, draft_along
-from eagle_mlx.paired import Gain, gain_of
+from eagle_mlx.paired import gain_of
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.shards import ShardMeta
 from eagle_mlx.target import Target, digest_of, fingerprint
 from eagle_mlx.text import is_loop
-from eagle_mlx.train import ROWS, OnlineTrainer
 
 from ..speculation import Speculation, bytes_of
 from .drift import DriftDetector
 from .options import LearnOptions
 from .texts import Text, Texts
 from .versions import TEXTS, Event, Outcome, Versions, claim
+
+if TYPE_CHECKING:
+    from eagle_mlx.train import OnlineTrainer
 
 log = logging.getLogger("eagle_mlx.serve")
 _BUFFER_BYTES = 256 << 20
@@ -80,6 +84,8 @@ class Learner:
         Raises ConfigError if the head cannot be trained, or if the folder is of another head or target; OutputError if
         another process uses it.
         """
+        from eagle_mlx.train import OnlineTrainer  # not at the top, because most servers do not train
+
         assert options.folder is not None
         assert speculation.head is not None
         self.folder, self._share = options.folder.expanduser(), options.share
@@ -109,8 +115,8 @@ class Learner:
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
         self._credit, self._failures = 0.0, 0
-        self.steps = self.judged = 0
-        """Training steps and verdicts so far."""
+        self.steps = 0
+        """Training steps so far."""
 
     def __str__(self) -> str:
         version = self.versions.serving
@@ -177,6 +183,8 @@ class Learner:
     def _learn(self) -> Iterator[None]:
         """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
         piece of work."""
+        from eagle_mlx.train import OnlineTrainer
+
         yield from self._watch()
         if self._trainer is None:
             version = self.versions.serving
@@ -197,11 +205,11 @@ class Learner:
         yield from self._challenge(self._trainer)
 
     def _drawn(self, new: int) -> list[Example]:
-        """Return the examples of a step: half from the newest texts, which have `new` tokens, and half from all."""
+        """Return four examples, for the rows of a step: two of the newest texts, with `new` tokens, and two of all."""
         learned = [text for text in self.texts.all if not text.is_held_out]
         ends = list(accumulate(text.tokens for text in reversed(learned)))
         newest = learned[-1 - bisect_left(ends, new) :]
-        chosen = [texts[self._rng.integers(len(texts))] for texts in (newest, learned) for _ in range(ROWS // 2)]
+        chosen = [texts[self._rng.integers(len(texts))] for texts in (newest, learned) for _ in range(2)]
         return [self.texts.read(text) for text in chosen]
 
     def _challenge(self, trainer: OnlineTrainer) -> Iterator[None]:
@@ -250,7 +258,6 @@ class Learner:
                 drafted.append(draft_along(proposer, recording, _DEPTH, self._target))
                 yield
             judge.drafted.append((drafted[0], drafted[1]))
-        self.judged += 1
 
     def _sample(self, texts: Sequence[Text]) -> list[Text]:
         """Return the texts to judge by, in order: the newest, and as many of the others at random."""
@@ -281,13 +288,21 @@ class Learner:
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
         """Return an event, and log it if the serving head changes."""
         comparison = judge.comparison()
-        gain: Gain = comparison.gain
+        gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
         about = (gain.conversations, tokens, int(time.time()))
         event = Event(outcome, version, *taus, gain.gain, gain.low, gain.high, *about)
         if version != self.versions.serving:
             log.info("version %d of the head serves now; %s", version, event)
         return event
+
+
+def head_of(proposer: Proposer | None) -> HeadProposer:
+    """Return the head that drafts, perhaps together with n-grams. Raises ConfigError if there is none."""
+    model = proposer.model if isinstance(proposer, HybridProposer) else proposer
+    if isinstance(model, HeadProposer):
+        return model
+    raise ConfigError("--learn needs a head: give --head, or see `eagle-heads find` and `eagle-train`")
 
 
 def _conversations(texts: Sequence[Text]) -> list[Text]:

@@ -79,14 +79,6 @@ class Versions:
     def latest(self) -> int:
         return max([self.serving, *(event.version for event in self.events)])
 
-    @property
-    def tau(self) -> float:
-        """τ of the serving head by the last verdict; 0 before the first."""
-        if not self.events:
-            return 0.0
-        last = self.events[-1]
-        return last.after if last.outcome == "took over" else last.before
-
     def path(self, version: int) -> Path:
         return self._folder / HEADS / str(version)
 
