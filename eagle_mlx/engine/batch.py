@@ -83,7 +83,7 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose outputs forwards return: those that the proposer reads, and then those to collect."""
+        """Those that the proposer reads, and then those that only the collector does."""
         own = self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
         return own if self.collector is None else self.collector.layers_with(own)
 
@@ -95,16 +95,12 @@ class Batch:
         aux: Sequence[mx.array],
         in_prompts: bool = False,
     ) -> None:
-        """Let the collector and the proposer observe a forward.
-
-        tokens: for each row, the token after each position. starts, counts: each request's positions in its own text.
-        aux: the outputs of `aux_layers`.
-        """
+        """Let collector and proposer observe `aux_layers` at `counts` positions from `starts`, and the next tokens."""
         if self.collector is not None:
             self.collector.see(self.requests, starts, counts, self.aux_layers, aux)
         if self.state is not None and self.proposer is not None:
-            seen = Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)]))
-            (self.state.prefill if in_prompts else self.state.observe)(seen)
+            observe = self.state.prefill if in_prompts else self.state.observe
+            observe(Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)])))
 
     @property
     def draft_cache(self) -> RaggedCache | None:
