@@ -94,6 +94,8 @@ $(READY): pyproject.toml
 	@echo 'installing the project and what it needs, about 1 GB'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade pip
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@# What the tests of images need of the extra `vision`, without its packages for video and sound.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps 'mlx-vlm>=0.7.10,<0.8'
 	@touch $(READY)
 
 # On Linux the wheel's own BLAS is about 40 times slower than OpenBLAS; without root this says what to type and goes on.

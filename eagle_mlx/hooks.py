@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -127,6 +127,11 @@ class Recording:
     """The ids of the layers at whose output the device starts, while Python builds the next layers."""
     given: tuple[object, Any] = None, None
     """A module, and what it returns without computing its output: the model runs without what comes before it."""
+    added: dict[int, mx.array] = field(default_factory=dict)
+    """What is added to the outputs of layers, by the id of the layer."""
+    axes: Sequence[mx.array] = ()
+    """Positions [B, L] of each axis of M-RoPE, in place of what the cache says; empty for one axis."""
+    axis_of: mx.array | None = None  # [D / 2] int32: the axis of each rotated pair of numbers
 
     def running(self) -> AbstractContextManager[None]:
         """Make this the recording of all hooked modules within the block."""
@@ -158,6 +163,14 @@ class RecordsOutput(Hook):
         if id(self) in recording.starts:
             mx.async_eval(hidden)
         return out
+
+
+class AddsFeatures(Hook):
+    """A layer to whose output an image's features are added. `RecordsOutput` records the sum."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out, recording = super().__call__(*args, **kwargs), _RUNNING.get()  # type: ignore[misc]
+        return out + recording.added[id(self)] if recording is not None and id(self) in recording.added else out
 
 
 class RecordsInput(Hook):
@@ -209,6 +222,28 @@ class PlacesOneByOne(Hook):
         inputs = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
         turned: mx.array = plain(inputs, offset.reshape(-1), *args, **kwargs)
         return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
+
+
+class RotatesByAxes(Hook):
+    """A RoPE module whose pairs of numbers may be at positions of their own axes (M-RoPE)."""
+
+    def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
+        plain: Any = super().__call__  # type: ignore[misc]
+        recording = _RUNNING.get()
+        if recording is None or recording.axis_of is None:
+            return cast(mx.array, plain(x, offset, *args, **kwargs))
+        out, *others = (plain(x, positions, *args, **kwargs) for positions in recording.axes)
+        both = mx.concatenate([recording.axis_of, recording.axis_of])
+        axis_of = mx.pad(both, (0, x.shape[-1] - both.size))  # numbers without rotation are the same for all axes
+        for axis, turned in enumerate(others, 1):
+            out = mx.where(axis_of == axis, turned, out)
+        return cast(mx.array, out)
+
+
+def rotate_by_axes(model: nn.Module, hooks: Hooks) -> None:
+    for module in model.modules():
+        if _takes_offset(type(module)):
+            hooks.add(module, RotatesByAxes)
 
 
 # Learned positions: an index past the end of the table would read other memory.

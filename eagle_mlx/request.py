@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.vision.images import take_images
+from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.spans import ImagePrompt, ImageSpan, placed
 
 if TYPE_CHECKING:
     from eagle_mlx.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Raw text, token ids, or messages that go through the target's chat template."""
+"""Raw text, token ids, or messages that go through the target's chat template, perhaps with images."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Request:
     conversation: str = ""
     """The same for all turns of a conversation, such as its first messages; if it is empty, the prompt takes its place.
     """
+    images: tuple[ImageSpan, ...] = ()  # in order
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 def make_request(
     target: Target,
-    prompt: Prompt,
+    prompt: Prompt | ImagePrompt,
     params: SamplingParams,
     boundaries: Sequence[int] = (),
     client: str = "",
@@ -125,7 +129,8 @@ def make_request(
         raise ConfigError(
             f"params must be em.SamplingParams, such as em.SamplingParams(max_tokens=100), not {params!r}"
         )
-    tokens = encode(target, prompt)
+    prompt = prompt if isinstance(prompt, ImagePrompt) else read_prompt(target, prompt)
+    tokens = prompt.tokens
     context = target.context_length
     if not tokens:
         raise PromptError("the prompt is empty; give at least one token")
@@ -137,6 +142,8 @@ def make_request(
         raise PromptError(f"the prompt has a token id outside the target's vocabulary of {target.vocab_size}")
     if max(params.logit_bias, default=0) >= target.vocab_size:
         raise PromptError(f"logit_bias has a token id outside the target's vocabulary of {target.vocab_size}")
+    if prompt.images and prompt.images[-1].end >= len(tokens):
+        raise PromptError("a prompt cannot end with an image; let text follow it")
     if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:
         raise PromptError(f"boundary {outside[0]} is outside the prompt of {len(tokens)} tokens")
     if params.stop and target.tokenizer is None:
@@ -152,18 +159,24 @@ def make_request(
         client=client,
         namespace=namespace,
         conversation=conversation,
+        images=prompt.images,
     )
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:
-    """Return the prompt's token ids.
+    """Return the prompt's token ids. Raises PromptError as `read_prompt` does."""
+    return read_prompt(target, prompt).tokens
 
-    Raises PromptError if it is none of the three kinds, for text if the target has no tokenizer, or if the chat
-    template refuses the messages.
+
+def read_prompt(target: Target, prompt: Prompt) -> ImagePrompt:
+    """Return the prompt's token ids and images.
+
+    Raises PromptError if it is none of these kinds, for text if the target has no tokenizer, if the chat template
+    refuses the messages, or if an image cannot be read.
     """
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
     if is_list and all(isinstance(token, Integral) for token in prompt):
-        return list(map(int, cast(Sequence[int], prompt)))
+        return ImagePrompt(list(map(int, cast(Sequence[int], prompt))), ())
     is_chat = is_list and all(isinstance(message, Mapping) and "role" in message for message in prompt)
     if not (is_chat or isinstance(prompt, str)):
         raise PromptError(
@@ -174,8 +187,17 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     if tokenizer is None:
         raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
     if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt))
+        return ImagePrompt(list(tokenizer.encode(prompt)), ())
+    messages, sources = take_images(cast(Sequence[Mapping[str, Any]], prompt))
+    if sources and target.vision is None:
+        raise PromptError(f"{target.name} reads only text; leave out the images, or load a model that sees")
+    images = target.vision.read_all(sources, ImageLimits()) if sources and target.vision is not None else []
     try:
-        return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, add_generation_prompt=True))
+        rendered = tokenizer.apply_chat_template(messages, tokenize=not images, add_generation_prompt=True)
     except Exception as e:  # a template is a program: what it raises depends on its author
         raise PromptError(f"the chat template of {target.name} refuses these messages: {e}") from e
+    if not images or target.vision is None:
+        return ImagePrompt(list(rendered), ())
+    text = target.vision.expanded(rendered, images)
+    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    return ImagePrompt(tokens, placed(rendered, tokens, images))

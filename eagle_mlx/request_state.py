@@ -135,7 +135,7 @@ class RequestState:
         """Open a request with its own grammar and stop watcher. Raises their errors."""
         self.request, self.params = request, request.params
         self.prompt, self.client = request.prompt, request.client
-        self.limit = request.limit
+        self.limit, self.image_bytes = request.limit, sum(span.image.nbytes for span in request.images)
         self.grammar = self.params.grammar() if self.params.grammar else None
         self.watcher = self.params.stop_watcher() if self.params.stop_watcher else None
         self.stops = StopStrings(self.params.stop) if self.params.stop and tokenizer is not None else None

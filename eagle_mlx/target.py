@@ -24,8 +24,10 @@ from mlx_lm.utils import load_model, load_tokenizer
 from eagle_mlx import adapters, hooks, hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
-from eagle_mlx.hooks import Hooks, Recording, RecordsInput, RecordsOutput
+from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
+from eagle_mlx.vision.reading import ImageInput
+from eagle_mlx.vision.tower import Vision
 
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -63,6 +65,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.adapter: adapters.Adapter | None = None  # the adapters that it was loaded with
+        self.vision: Vision | None = None  # if it was loaded from a folder of a model that sees
         self.whole_digest: str | None = None  # the whole target's fingerprint, if this process has only a part of it
         self.on_lost: Callable[[str], None] | None = None
         """Called from another thread with the reason if other ranks are lost; never called without ranks."""
@@ -110,7 +113,8 @@ class Target:
 
     @property
     def free_memory(self) -> int:
-        return free_memory()
+        """Bytes that are free, without those that the first image will take."""
+        return free_memory() - (self.vision.unread_bytes if self.vision is not None else 0)
 
     @property
     def is_sharded(self) -> bool:
@@ -190,6 +194,7 @@ class Target:
         cache: Sequence[Any] | None = None,
         aux_layers: Sequence[int] = (),
         ends: Sequence[int] | None = None,
+        images: ImageInput | None = None,
     ) -> Forward:
         """Run the model over tokens [B, L] and return the outputs of `aux_layers` (counted from 0).
 
@@ -201,6 +206,16 @@ class Target:
                 raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
             self.hooks.add(self.layers[layer], RecordsOutput)
         recording = Recording()
+        if images is not None:
+            self.hooks.add(self._embed, RecordsOutput)
+            recording.given, tokens = (self._embed, images.embeddings), images.tokens
+            for first, features in zip(self.layers, images.after_layers, strict=False):
+                self.hooks.add(first, AddsFeatures)
+                recording.added[id(first)] = features
+            if images.positions:
+                assert self.vision is not None
+                hooks.rotate_by_axes(self.model, self.hooks)
+                recording.axes, recording.axis_of = images.positions, mx.array(self.vision.axis_of, mx.int32)
         last = None if ends is None else self._before_logits  # before the run, since it runs the model itself
         if cache is not None and not use_shortcuts():
             recording.starts = [id(layer) for layer in self._starts]
@@ -272,6 +287,7 @@ def load_target(
         target = Target(model, tokenizer, name=str(name))
         if shard is None:
             target.forward(mx.zeros((1, 1), mx.int32))  # computes nothing, but finds shapes that do not fit
+            target.vision = Vision.of(folder, target.embed, target.dtype)
     target.whole_digest, target.adapter = digest, adapter
     return target
 

@@ -84,13 +84,14 @@ class RaggedKV:
         """The position of the new entries, for RoPE: an int if all rows agree, else [B] int32; [B, L] in a tree."""
         if self.lengths.branches is not None:
             return self.lengths.places(self.lengths.branches.count)
-        return self.lengths.upper if self.lengths.uniform else self.lengths.offset
+        return self.lengths.rotary
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the attention mask of `count` new positions per row."""
         if window_size is not None and window_size < self.lengths.upper + count:
             return self.lengths.mask(count, window_size)
-        if self.lengths.uniform and not return_array and self.lengths.branches is None:
+        special = return_array or self.lengths.blocks or self.lengths.branches is not None
+        if self.lengths.uniform and not special:
             if count == 1:
                 return None
             if not use_shortcuts():  # otherwise every layer would build this mask itself

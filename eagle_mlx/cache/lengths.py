@@ -52,9 +52,13 @@ class RowLengths:
         self.valid: mx.array | None = None
         """[B] int32: each row's real entries in the next forward, if they are known beforehand and differ."""
         self.branches: Branches | None = None  # the tree of the next forward's positions; None if they are a chain
+        self.blocks: Sequence[tuple[int, int]] = ()
+        """Positions of the next forward, from and to, that all see one another: images. For a single row."""
+        self.shifts = [0] * rows  # how far each row's positions for RoPE are from its entries' own (`shift`)
         self.dropped = [0] * rows  # each row's entries that were removed after its sink; its later positions count them
         self.drafted: int | None = None  # entries that the current draft has written; None outside of drafts
         self._offset: mx.array | None = None
+        self._shift: mx.array | None = None  # `shifts` on the device; None if all are 0
         self._memo: dict[tuple[str | int, ...], mx.array] = {}
 
     @property
@@ -69,6 +73,10 @@ class RowLengths:
         self._memo.clear()
         self.valid = valid
 
+    def see_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        self._memo.clear()
+        self.blocks = blocks
+
     def branch(self, branches: Branches) -> None:
         self._memo.clear()
         self.branches = branches
@@ -76,7 +84,7 @@ class RowLengths:
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
         """Accept `count` new entries: an int for all rows, or [B] int32 with `at_most` as upper bound."""
         self._memo.clear()
-        self.valid = self.branches = None
+        self.valid, self.branches, self.blocks = None, None, ()
         self.uniform = self.uniform and isinstance(count, int)
         self._offset = None if self.uniform else self.offset + count
         most = count if isinstance(count, int) else at_most
@@ -93,6 +101,19 @@ class RowLengths:
         self.uniform = all(length == self.upper for length in lengths)
         if self.uniform:
             self._offset = None
+
+    def shift(self, shifts: Sequence[int]) -> None:
+        """Set how far later positions for RoPE are from their entries' own: images take fewer than they have tokens."""
+        self._memo.clear()
+        self.shifts = list(shifts)
+        self._shift = mx.array(self.shifts, mx.int32) if any(shifts) else None
+
+    @property
+    def rotary(self) -> int | mx.array:
+        """The position of the new entries for RoPE: an int if all rows agree, else [B] int32."""
+        if (shift := self._shift) is None:
+            return self.upper if self.uniform else self.offset
+        return self._once(("rotary",), lambda: self.offset + shift)
 
     def drop(self, counts: Sequence[int]) -> None:
         """Remove `counts` entries of each row, whose exact lengths the host knows. Positions stay as they are."""
@@ -123,6 +144,7 @@ class RowLengths:
         self.uniform = self.uniform and other.uniform and (self.upper == other.upper or not self.rows)
         self.rows, self.upper = self.rows + other.rows, max(self.upper, other.upper)
         self.bounds, self.dropped = [*self.bounds, *other.bounds], [*self.dropped, *other.dropped]
+        self.shift([*self.shifts, *other.shifts])
         self._offset = None if self.uniform else offset
 
     def remove(self, row: int) -> None:
@@ -132,6 +154,7 @@ class RowLengths:
         self.rows -= 1
         self.bounds, self.dropped = swap_removed(self.bounds, row), swap_removed(self.dropped, row)
         self.upper = max(self.bounds, default=0)
+        self.shift(swap_removed(self.shifts, row))
 
     def _once(self, key: tuple[str | int, ...], compute: Callable[[], mx.array]) -> mx.array:
         if key not in self._memo:
@@ -171,6 +194,8 @@ class RowLengths:
             seen = keys[:, None] <= queries
             if window is not None:
                 seen = seen & (keys[:, None] > queries - window)
+            for start, end in self.blocks:
+                seen = seen | ((start <= queries) & (queries < end) & ((start <= keys) & (keys < end))[:, None])
             return (seen if ring is None else seen & (keys >= 0)[:, None])[:, None]
 
         return self._once(("mask", count, window or 0, ring or 0), compute)

@@ -184,6 +184,7 @@ class RaggedCache(Sequence[Any]):
         lengths = RowLengths(1)
         lengths.sync([length])
         lengths.dropped = [self.lengths.dropped[row]]
+        lengths.shift([self.lengths.shifts[row]])
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 

@@ -280,10 +280,10 @@ class Admission:
             if following is None or (requests and not self._side_by_side([*requests, following], chunk)):
                 break
             if self.prefixes is not None:
-                text, namespace = following.text, following.request.namespace
-                if not self.prefixes.fetch(text, namespace):
+                about = following.text, following.request.namespace, following.request.images
+                if not self.prefixes.fetch(*about):
                     break  # the rest is read from disk in the next steps
-                prefix = self.prefixes.find(text, namespace)
+                prefix = self.prefixes.find(*about)
                 if requests and prefix is not None:
                     return Admit(list(requests), None, chunk)  # the prompt with the prefix is read alone
             requests.append(following)  # first, so that an interrupt cannot lose it
@@ -304,7 +304,8 @@ class Admission:
 
     def read_again(self, requests: Sequence[RequestState]) -> None:
         for request in requests:
-            prefix = self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
+            about = request.text, request.request.namespace, request.request.images
+            prefix = self.prefixes.find(*about) if self.prefixes is not None else None
             self._open([request], prefix)
 
     def following(self, longest: int | None = None) -> RequestState | None:
@@ -324,6 +325,8 @@ class Admission:
         """Return whether one forward may read these prompts, padded to the longest; their last tokens are not read."""
         positions = len(requests) * max(request.length for request in requests)
         if not self._may_pad or positions > chunk or not all(request.counts.may_draft for request in requests):
+            return False
+        if any(request.request.images for request in requests):  # whose embeddings may fail
             return False
         others = [request for request in self.budget.admitted if request not in requests]
         return self.budget.are_together(requests, others)

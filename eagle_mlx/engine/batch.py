@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, check
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward, Target
+from eagle_mlx.vision.spans import positions_shift
 
 log = logging.getLogger("eagle_mlx.engine")
 
@@ -61,6 +63,7 @@ class Batch:
         self.requests = list(requests)
         texts = [request.text for request in requests]
         self.cache = past.cache if past else RaggedCache.of(target.model, len(texts), kv_bits)
+        self.cache.lengths.shift([positions_shift(request.request.images) for request in requests])
         self.state: ProposerState | None = past.state if past and proposer else None
         """None without a proposer, and after it raised, until the texts have been read again."""
         if self.state is None and proposer:
@@ -76,6 +79,7 @@ class Batch:
     def _gather(self) -> None:
         self.params = [request.params for request in self.requests]
         self.sampling = SamplingBatch.of(self.params, [request.request.seed for request in self.requests])
+        self.has_images = any(request.request.images for request in self.requests)
         self.wants_logprobs = any(params.wants_logprobs for params in self.params)
         self.processors = Processors.of(self.requests, self.target.vocab_size)
         if self.processors is not None and self.processors.on_device:
@@ -273,16 +277,16 @@ class Batch:
         """Yield a row's cached states, or their first `length` positions, for the prefix cache. The target's is last,
         because it must stay if there is memory for one."""
         request, state, draft = self.requests[index], self.state, self.draft_cache
-        namespace = request.request.namespace
+        past = partial(Past, row=index, namespace=request.request.namespace, images=request.request.images)
         length = request.length if length is None else length
         if state is not None and draft is not None and not request.error:
-            yield Past(min(length, state.length(index)), draft, index, namespace=namespace, of_draft_model=True)
+            yield past(min(length, state.length(index)), draft, of_draft_model=True)
         if request.error or not request.counts.may_draft or (request.overran and self.cache.recurrent):
             return
         if self.proposer is None or not self.proposer.aux_layers:
-            yield Past(length, self.cache, index, namespace=namespace)
+            yield past(length, self.cache)
         elif state is not None:
-            yield Past(min(length, state.length(index)), self.cache, index, state, namespace)
+            yield past(min(length, state.length(index)), self.cache, state=state)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Split off some rows, but not all, as a new batch. No round may be in progress."""

@@ -32,6 +32,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter, SamplingParams
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.text import TextStream
+from eagle_mlx.vision.spans import ImagePrompt
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Engine:
 
     def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ImagePrompt,
         params: SamplingParams,
         boundaries: Sequence[int] = (),
         client: str = "",

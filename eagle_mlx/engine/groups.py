@@ -153,7 +153,8 @@ class KVBudget:
 
     def set_aside(self, requests: Sequence[RequestState]) -> int:
         grouped = self._grouped(requests)
-        return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
+        caches = sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
+        return caches + sum(request.image_bytes for request in requests)
 
     def fits(self, requests: Sequence[RequestState]) -> bool:
         """Return whether these requests may decode together. A single request always may."""
@@ -163,10 +164,11 @@ class KVBudget:
         """Return whether the requests in `some` share a group if memory decides."""
         return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
 
-    def used(self, groups: Sequence[Sequence[RequestState]], size: CacheSize | None = None) -> int:
-        """Return an upper bound of the bytes that these groups take now; `size`: of a part of the caches only."""
-        lengths, size = [[request.length for request in group] for group in groups], size or self.size
-        return sum(size.nbytes(len(group), max(group, default=0)) for group in lengths)
+    def used(self, groups: Sequence[Sequence[RequestState]], part: CacheSize | None = None) -> int:
+        """Return an upper bound of the bytes that these groups take now; `part`: of a part of the caches only."""
+        lengths, size = [[request.length for request in group] for group in groups], part or self.size
+        images = 0 if part else sum(request.image_bytes for group in groups for request in group)
+        return images + sum(size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
     def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
         if self.groups == 1:

@@ -10,6 +10,7 @@ from eagle_mlx.blas import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.plan import LEAST_CHUNK
+from eagle_mlx.vision.reading import ImageInput
 
 
 class Prefill:
@@ -24,6 +25,8 @@ class Prefill:
         self._prefixes = None if all(cache.is_positional for cache in batch.caches) else prefixes
         boundaries = [request.request.boundaries for request in batch.requests]
         self._stops = [stops(ends, len(text), cached) for ends, text in zip(boundaries, self._texts, strict=True)]
+        images = batch.requests[0].request.images  # such a prompt is read alone
+        self._blocks = [(span.start, span.end) for span in images if span.image.is_block]
 
     @property
     def left(self) -> int:
@@ -41,6 +44,7 @@ class Prefill:
         chunk = room = min(chunk, max(LEAST_CHUNK, rows * evenly(longest - self._read, chunk // rows)))
         while self._read < longest and (room == chunk or room >= rows):
             width = min(max(1, room // rows), self._next_stop() - self._read)
+            width = self._whole(self._read + width) - self._read
             self._read_chunk(width)
             self._keep(self._read, self._read + width)
             self._read += width
@@ -54,6 +58,13 @@ class Prefill:
         if self._prefixes is None or not any(cache.recurrent for cache in self.batch.caches):
             return end
         return min((stop for row in self._stops for stop in row if stop > self._read), default=end)
+
+    def _whole(self, end: int) -> int:
+        """Return where a forward ends that should end here: an image whose tokens see one another is read at once."""
+        for start, image_end in self._blocks:
+            if start < end < image_end:
+                return start if start > self._read else image_end
+        return end
 
     def _keep(self, before: int, after: int) -> None:
         """Keep snapshots at the boundaries just passed, before ring buffers are cut to their windows."""
@@ -72,7 +83,11 @@ class Prefill:
         # Pad with a token of the text: another token might give NaN, which would spread to later positions.
         padded = [text[start : start + count] + text[-1:] * (width - count) for text, count in reads]
         batch.cache.expect(counts)
-        aux = batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers).aux
+        if self._blocks:
+            batch.cache.lengths.see_blocks(self._blocks)
+        tokens = mx.array(padded, mx.int32)
+        images = ImageInput.of(batch.target.embed, tokens, start, batch.requests[0].request.images)
+        aux = batch.target.forward(tokens, batch.cache, batch.aux_layers, images=images).aux
         following = [text[start + 1 : start + 1 + count] for text, count in reads]
         batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)

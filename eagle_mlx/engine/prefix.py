@@ -13,6 +13,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_of
 from eagle_mlx.proposers.base import Proposer, ProposerState
+from eagle_mlx.vision.spans import ImageSpan
 
 log = logging.getLogger("eagle_mlx.prefixes")
 T = TypeVar("T")
@@ -59,13 +60,14 @@ class PrefixCache:
     def nbytes(self) -> int:
         return self._tree.nbytes
 
-    def find(self, prompt: Sequence[int], namespace: str = "") -> Prefix | None:
+    def find(self, prompt: Sequence[int], namespace: str = "", images: Sequence[ImageSpan] = ()) -> Prefix | None:
         """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None."""
-        return self._attempt(lambda: self._find(prompt, namespace), None)
+        return self._attempt(lambda: self._find(prompt, namespace, images), None)
 
-    def _find(self, prompt: Sequence[int], namespace: str) -> Prefix | None:
-        draft = self._tree.find(_findable(prompt), LEAST, (namespace, True))
-        match = self._tree.find(_findable(prompt), LEAST, (namespace, False))
+    def _find(self, prompt: Sequence[int], namespace: str, images: Sequence[ImageSpan]) -> Prefix | None:
+        keys = _findable(prompt, images)
+        draft = self._tree.find(keys, LEAST, (namespace, True))
+        match = self._tree.find(keys, LEAST, (namespace, False))
         if match is None:
             return None
         states = [piece.state for piece in match.pieces if piece.state is not None]
@@ -73,11 +75,11 @@ class PrefixCache:
             return Prefix(match.length, match.cache, draft=draft.cache if draft is not None else None)
         return Prefix(match.length, match.cache, self.proposer.join(states, match.length, prompt))
 
-    def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
+    def fetch(self, prompt: Sequence[int], namespace: str = "", images: Sequence[ImageSpan] = ()) -> bool:
         """Load some of a prompt's prefix from disk, if it fits and is longer than the one in memory. Return whether it
         is done: a call reads a bounded amount, because other requests decode meanwhile."""
         disk = self.disk
-        return disk is None or self._attempt(lambda: self._fetch(disk, _findable(prompt), namespace), True)
+        return disk is None or self._attempt(lambda: self._fetch(disk, _findable(prompt, images), namespace), True)
 
     def _fetch(self, disk: DiskTier, keys: Keys, namespace: str) -> bool:
         cached = self._tree.find(keys, 1, (namespace, False))
@@ -107,7 +109,7 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Cache the state of a text, of which `tokens` has at least one more."""
         if past.length >= LEAST and past.length >= past.cache.shortest(past.row):
-            self._attempt(lambda: self._keep(keys_of(tokens[: past.length + 1]), past), None)
+            self._attempt(lambda: self._keep(keys_of(tokens[: past.length + 1], past.images), past), None)
 
     def _keep(self, keys: Keys, past: Past) -> None:
         snapshot = Snapshot(past.cache.outline(past.row, past.length))
@@ -136,7 +138,7 @@ class PrefixCache:
         return min(self.capacity, self._spare())
 
 
-def _findable(prompt: Sequence[int]) -> Keys:
+def _findable(prompt: Sequence[int], images: Sequence[ImageSpan]) -> Keys:
     """Return a prompt's keys without the positions that must be read: a row's newest token is never in its caches, and
     a head needs the target's hidden state before it."""
-    return keys_of(prompt)[: max(0, len(prompt) - 2)]
+    return keys_of(prompt, images)[: max(0, len(prompt) - 2)]

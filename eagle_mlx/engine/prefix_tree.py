@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import shake_256
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache.ragged import KVPiece, RaggedCache
 from eagle_mlx.proposers.base import HeadPiece, ProposerState
+from eagle_mlx.vision.spans import ImageSpan
 
 Keys = NDArray[np.int64]  # [N]: one key per position of a text
 
@@ -250,13 +252,25 @@ class Past:
     state: ProposerState | None = None
     namespace: str = ""  # of the request; only its prompts may reuse this
     of_draft_model: bool = False  # instead of the target's
+    images: Sequence[ImageSpan] = ()
 
     def piece(self, start: int, end: int) -> PrefixPiece:
         state = self.state.piece(self.row, start, end) if self.state is not None else None
         return PrefixPiece(self.cache.piece(self.row, start, end), state)
 
 
-def keys_of(tokens: Sequence[int]) -> Keys:
-    """Return [T - 1] keys. Each combines a token and the next, because a head's entry depends on both."""
-    text = np.asarray(tokens, np.int64)
+def _numbers(digest: bytes, count: int) -> Keys:
+    """Return numbers [count] that differ for every other image. They are above all token ids, and small enough for half
+    a key."""
+    stream = np.frombuffer(shake_256(digest).digest(4 * count), np.uint32)
+    return stream.astype(np.int64) % (1 << 30) + (1 << 30)
+
+
+def keys_of(tokens: Sequence[int], images: Sequence[ImageSpan] = ()) -> Keys:
+    """Return [T - 1] keys. Each combines a token and the next, because a head's entry depends on both. An image's
+    tokens count as numbers that depend on the image."""
+    text = np.array(tokens, np.int64)
+    for span in images:
+        end = max(span.start, min(span.end, len(text)))
+        text[span.start : end] = _numbers(span.image.digest, end - span.start)
     return (text[:-1] << 32) | text[1:]

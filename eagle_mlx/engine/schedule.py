@@ -110,8 +110,8 @@ class Schedule:
         drafts = batch.proposer is not None and state is not None and any(drafter != "none" for drafter in drafters)
         if not (drafts or sources) or batch.lost_state:
             return PLAIN, None
-        # Trees need the target's own draws.
-        drawn = batch.processors is None and batch.sampling.rules <= {"greedy", "coupled"}
+        # Trees need the target's own draws, and positions without images.
+        drawn = batch.processors is None and batch.sampling.rules <= {"greedy", "coupled"} and not batch.has_images
         can, rows = batch.proposer.abilities if batch.proposer is not None else Abilities(), len(batch.requests)
         model = state is not None and can.model and any(state.may_draft(drafter, lookup=False) for drafter in drafters)
         can = replace(can, trees=can.trees and drawn and self.trees, early_exit=can.early_exit and model, model=model)

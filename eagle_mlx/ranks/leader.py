@@ -19,6 +19,7 @@ from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.errors import RanksError, TargetError
 from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
+from eagle_mlx.vision.reading import ImageInput
 
 
 class Calls:
@@ -146,8 +147,9 @@ class LeadingTarget(Target):
         cache: Sequence[Any] | None = None,
         aux_layers: Sequence[int] = (),
         ends: Sequence[int] | None = None,
+        images: ImageInput | None = None,
     ) -> Forward:
-        """Run a forward on all ranks.
+        """Run a forward on all ranks, without `images`: a sharded target has no vision.
 
         Raises TargetError for other caches and for layers on other ranks, RanksError if the connection is lost.
         """

@@ -1,0 +1,109 @@
+"""Files of images: where they may come from, and decoding."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.errors import PromptError, in_one_line
+from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.spans import mark
+
+Image = Any
+"""An image of Pillow, which the extra `vision` brings."""
+
+
+def data_of(url: str, limits: ImageLimits) -> bytes:
+    """Return the content of a `data:` URL. Raises PromptError for any other URL, and for one that is too large."""
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        kind = f"{scheme.lower()[:20]} URLs" if "://" in url[:32] else "anything but data: URLs"
+        raise PromptError(f"this server does not fetch {kind}; send the image itself, as data:image/png;base64,…")
+    head, _, text = rest.partition(",")
+    if not head.lower().endswith(";base64"):
+        raise PromptError("the data: URL of an image must be in base64, such as data:image/png;base64,…")
+    return from_base64(text, limits)
+
+
+def from_base64(text: str, limits: ImageLimits) -> bytes:
+    """Return decoded base64. Raises PromptError if it is invalid, or too large, before decoding."""
+    limits.check_size(3 * len(text) / 4)
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as e:
+        raise PromptError(f"the image is not valid base64: {e}") from e
+
+
+def file_of(name: str | Path, limits: ImageLimits) -> bytes:
+    """Return the content of a local file. Raises PromptError if it cannot be read or is too large."""
+    path = Path(name).expanduser()
+    try:
+        limits.check_size(path.stat().st_size)
+        return path.read_bytes()
+    except OSError as e:
+        raise PromptError(f"the image {path} cannot be read: {e.strerror or e}") from e
+
+
+def decode(data: bytes, limits: ImageLimits) -> Image:
+    """Return an image in RGB, upright. Raises PromptError if it cannot be decoded or exceeds the limits. The size in
+    pixels is checked before anything is decoded."""
+    limits.check_size(len(data))
+    try:
+        image = import_module("PIL.Image").open(BytesIO(data), formats=limits.allowed)
+        megapixels = math.prod(image.size) / 1e6
+        if megapixels > limits.megapixels:
+            limit = f"the limit is {limits.megapixels:g} (--max-image-megapixels)"
+            raise PromptError(f"the image has {megapixels:.1f} million pixels; {limit}")
+        if getattr(image, "is_animated", False):
+            raise PromptError("the image is animated; send one frame")
+        return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
+    except PromptError:
+        raise
+    except Exception as e:  # decoders raise anything for damaged files
+        formats = ", ".join(limits.allowed)
+        raise PromptError(f"the image cannot be decoded ({in_one_line(e)}); send a whole file in {formats}") from e
+
+
+def read_image(source: object, limits: ImageLimits) -> Image:
+    """Return the image of a `data:` URL, a file, its content, or an image of PIL. Raises PromptError."""
+    if isinstance(source, bytes):
+        return decode(source, limits)
+    if isinstance(source, str) and (source.startswith("data:") or "://" in source):
+        return decode(data_of(source, limits), limits)
+    if isinstance(source, str | Path):
+        return decode(file_of(source, limits), limits)
+    if callable(convert := getattr(source, "convert", None)):
+        return convert("RGB")
+    raise PromptError(f"an image is a file, its content or a data: URL, not {source!r:.80}")
+
+
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
+    """Return messages with marks in place of images, and where the images come from.
+
+    A content may be a list of parts: `{"type": "text", "text": …}`, `{"type": "image", "image": …}`, or
+    `{"type": "image_url", "image_url": {"url": …}}`. Without images, messages stay as they are.
+    """
+    sources, changed = list[object](), list[dict[str, Any]]()
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if any(isinstance(part, Mapping) and part.get("type") in _TYPES for part in parts):
+            texts = []
+            for part in parts:
+                if part.get("type") not in _TYPES:
+                    texts.append(str(part.get("text", "")))
+                    continue
+                source = part.get("image", part.get("image_url"))
+                sources.append(source.get("url") if isinstance(source, Mapping) else source)
+                texts.append(mark(len(sources) - 1))
+            content = "".join(texts)
+        changed.append({**message, "content": content} if "content" in message else dict(message))
+    return changed, sources
+
+
+_TYPES = ("image", "image_url", "input_image")

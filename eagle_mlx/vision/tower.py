@@ -1,0 +1,225 @@
+"""A target's vision tower, which mlx-vlm loads from the target's folder when the first image comes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx import hub
+from eagle_mlx.errors import PromptError, in_one_line, loading
+from eagle_mlx.vision.images import read_image
+from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.spans import ImageTokens, expanded
+
+
+@dataclass(frozen=True)
+class Family:
+    """How mlx-vlm reads the images of a type of model."""
+
+    processor: str  # the class in mlx-vlm that prepares images
+    placeholder: str = "image_token"  # its attribute with the text that means an image
+    around: tuple[str, str] = ("", "")  # what chat templates write before and after it
+    has_axes: bool = False  # whether positions have three axes (M-RoPE)
+    is_scaled: bool = False  # whether the text model multiplies embeddings, but not those of images
+
+
+_QWEN = Family(
+    "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor", around=("<|vision_start|>", "<|vision_end|>"), has_axes=True
+)
+FAMILIES = {
+    "mistral3": Family("mistral3.processing_mistral3.Mistral3Processor"),
+    "pixtral": Family("pixtral.processing_pixtral.PixtralProcessor"),
+    "gemma3": Family("gemma3.processing_gemma3.Gemma3Processor", "boi_token"),
+    "gemma4": Family("gemma4.processing_gemma4.Gemma4Processor", is_scaled=True),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+}
+"""By `model_type` in config.json."""
+_WEIGHTS = ("vision", "visual", "multi_modal_projector")  # what names of weights outside the text model contain
+
+
+class Vision:
+    """Reads images for a target. Several threads may call `read`; embeddings belong to the engine's thread."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], embed: Callable[[mx.array], mx.array], dtype: mx.Dtype):
+        """`embed`: the target's token embedding, which the tower uses too. Loads nothing."""
+        self._folder, self._config = folder, config
+        self._embed, self._dtype = embed, dtype
+        self._width = int(config.get("text_config", {}).get("hidden_size", 0))
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, folder: Path, embed: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> Vision | None:
+        """Return the vision of a target's folder, or None if the model reads only text."""
+        with suppress(OSError, ValueError):
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if isinstance(config, dict) and config.get("vision_config"):
+                return cls(folder, config, embed, dtype)
+        return None
+
+    @property
+    def problem(self) -> str | None:
+        """Why no image can be read, with a remedy; None if images can be read."""
+        kind = self._config.get("model_type")
+        if kind not in FAMILIES:
+            return f"images are not supported for models of type {kind}, only for {', '.join(sorted(FAMILIES))}"
+        if find_spec("mlx_vlm") is None or find_spec("PIL") is None:
+            return "images need packages that are not installed: type: pip install 'eagle-mlx[vision]'"
+        if not any(name for name, *_ in self._tensors):
+            return f"{self._folder} has no weights of a vision tower, so this model reads only text"
+        if self._family.has_axes and len(self._sections) != 3:
+            return f"{self._folder}/config.json has no mrope_section of three numbers, so no image can be read"
+        return None
+
+    def read_all(self, sources: Sequence[object], limits: ImageLimits) -> list[ImageTokens]:
+        """Read the images of a request as `read` does. Raises PromptError, also if they are too many."""
+        limits.check_number(len(sources))
+        images = [self.read(source, limits) for source in sources]
+        limits.check_tokens(sum(len(image.tokens) for image in images))
+        return images
+
+    def expanded(self, text: str, images: Sequence[ImageTokens]) -> str:
+        """Return a text with the images' own texts in place of their marks. Raises PromptError (`spans.expanded`)."""
+        return expanded(text, images, self._placeholder)
+
+    def read(self, source: object, limits: ImageLimits) -> ImageTokens:
+        """Read an image (`read_image`). Raises PromptError, also if this target reads no images."""
+        if self.problem is not None:
+            raise PromptError(self.problem)
+        image = read_image(source, limits)
+        with self._lock:
+            processor = self._processor
+            try:
+                text = self._placeholder.join(self._family.around)
+                inputs = dict(processor(text=[text], images=[image], add_special_tokens=False))
+            except Exception as e:  # other people's code; the sizes of an image may not suit it
+                raise PromptError(f"the image cannot be prepared for this model: {in_one_line(e)}") from e
+            ids = [int(token) for token in inputs["input_ids"][0].tolist()]
+            text = processor.tokenizer.decode(ids, skip_special_tokens=False)
+            places = [place for place, token in enumerate(ids) if token == self._image_token]
+            first, end = places[0], places[-1] + 1
+            digest = hashlib.blake2b(self._identity + repr(image.size).encode() + image.tobytes()).digest()
+        grid = None
+        if self._family.has_axes:
+            sides = inputs["image_grid_thw"][0].tolist()[1:]
+            grid = sides[0] // self._merged, sides[1] // self._merged
+        nbytes = (1 + self._deepstack) * (end - first) * self._width * self._dtype.size
+        is_block = self._config["text_config"].get("use_bidirectional_attention") == "vision"
+        return ImageTokens(
+            text, ids[first:end], digest, nbytes, is_block, grid, partial(self._compute, inputs, first, end)
+        )
+
+    def _compute(self, inputs: dict[str, Any], first: int, end: int) -> mx.array:
+        """Return an image's features, [1 + D, end - first, H]."""
+        rest = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        out = self._tower.get_input_embeddings(**rest, mask=inputs["attention_mask"])
+        scale = self._width**0.5 if self._family.is_scaled else 1.0
+        features: mx.array = (out.inputs_embeds[:, first:end] / scale).astype(self._dtype)
+        if out.deepstack_visual_embeds is not None:
+            layers = [x.astype(self._dtype) for x in out.deepstack_visual_embeds]
+            features = mx.concatenate([features, mx.stack(layers)])
+        mx.eval(features)
+        return features
+
+    @cached_property
+    def _processor(self) -> Any:
+        with loading(f"what prepares images for {self._folder}", PromptError):
+            module, _, name = self._family.processor.rpartition(".")
+            return getattr(import_module(f"mlx_vlm.models.{module}"), name).from_pretrained(str(self._folder))
+
+    @property
+    def _placeholder(self) -> str:
+        return str(getattr(self._processor, self._family.placeholder))
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[self._config["model_type"]]
+
+    @property
+    def _merged(self) -> int:
+        """The patches of an image that become one token, per side."""
+        return int(self._config["vision_config"].get("spatial_merge_size", 2))
+
+    @property
+    def _deepstack(self) -> int:
+        """The number of layers to whose output an image adds features."""
+        return len(self._config["vision_config"].get("deepstack_visual_indexes", ()))
+
+    @property
+    def _sections(self) -> list[int]:
+        text = self._config.get("text_config", {})
+        return list((text.get("rope_scaling") or text.get("rope_parameters") or {}).get("mrope_section", ()))
+
+    @property
+    def axis_of(self) -> list[int]:
+        """The axis of each rotated pair of numbers, for M-RoPE: 0 time, 1 row, 2 column. They alternate as long as an
+        axis has pairs left; the rest is time."""
+        sections = self._sections
+        return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
+
+    @property
+    def _image_token(self) -> int:
+        names = ("image_token_index", "image_token_id")
+        return int(next(self._config[name] for name in names if name in self._config))
+
+    @cached_property
+    def _tower(self) -> Any:
+        """mlx-vlm's model without its text part, which is not read from the files."""
+        with loading(f"the vision tower of {self._folder}"):
+            model = import_module("mlx_vlm.utils").load_model(self._folder, lazy=True)
+            no_positions = lambda *_, **__: (None, None)  # noqa: E731  (`spans.axes_positions` computes them)
+            text = SimpleNamespace(embed_tokens=self._embed, embed_scale=1.0, hidden_size_per_layer_input=0)
+            model.language_model = SimpleNamespace(model=text, get_rope_index=no_positions)
+            model.audio_tower = model.embed_audio = None
+            if hasattr(model.config, "hidden_size"):  # by which Gemma 3 divides what its text model will multiply
+                model.config.hidden_size = self._width
+            model.set_dtype(self._dtype)
+            mx.eval(model.parameters())
+            return model
+
+    @cached_property
+    def _identity(self) -> bytes:
+        """A hash of the vision weights, all of their bytes, and of how images are prepared."""
+        digest = hashlib.blake2b(self._processor.image_processor.to_json_string().encode())
+        digest.update(json.dumps(self._config, sort_keys=True).encode())
+        for name, file, start, end in self._tensors:
+            digest.update(name.encode())
+            with file.open("rb") as opened:
+                opened.seek(start)
+                while start < end:
+                    piece = opened.read(min(end - start, 1 << 24))
+                    digest.update(piece)
+                    start += max(1, len(piece))
+        return digest.digest()
+
+    @cached_property
+    def _tensors(self) -> list[tuple[str, Path, int, int]]:
+        """The vision weights: name, file, and where their bytes begin and end."""
+        tensors = []
+        for file in hub.weight_files(self._folder):
+            with suppress(OSError, ValueError), file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size)) if file.suffix == ".safetensors" else {}
+                for name, about in header.items():
+                    if any(part in name for part in _WEIGHTS):
+                        start, end = about["data_offsets"]
+                        tensors.append((name, file, 8 + size + start, 8 + size + end))
+        return sorted(tensors)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the vision weights that the first image will load."""
+        if self.problem is not None or "_tower" in vars(self):
+            return 0
+        return sum(end - start for _, _, start, end in self._tensors)

@@ -1,0 +1,293 @@
+"""Images: text equals that of mlx-vlm, however it is drafted, read, batched and cached."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.prefix_tree import keys_of
+from eagle_mlx.plan import RoundResult
+from eagle_mlx.vision.spans import ImageSpan, ImageTokens
+from tests.eagle_mlx.heads import IN_BLOCKS, mtp
+from tests.fakes import tiny_head, tiny_target
+from tests.vision_targets import picture, vision_folder
+
+pytest.importorskip("mlx_vlm")
+from mlx_vlm import utils as mlx_vlm
+from mlx_vlm.generate.ar import generate_step
+
+QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+KINDS = ("mistral3", "pixtral", "gemma3", "gemma4", *QWEN)
+TOKENS = 24
+GREEDY = em.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+
+def asks(*images: bytes, text: str = "def median(values):", before: str = "Look at ") -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [{"type": "text", "text": before}, *parts, {"type": "text", "text": text}]}]
+
+
+A, B = asks(picture(1, 48, 64)), asks(picture(2, 64, 40))
+TEXT = [{"role": "user", "content": "import numpy as np\n\n\ndef sort(values):"}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: vision_folder(tmp_path_factory.mktemp("vision") / kind, kind))
+
+
+class Reference:
+    """mlx-vlm's own reading and greedy decoding of a folder's model."""
+
+    def __init__(self, folder: Path, kind: str):
+        from tests.vision_targets import TOKENS as NAMES
+
+        self.model = mlx_vlm.load_model(folder)
+        family = "qwen3_vl" if kind in QWEN else kind
+        module = importlib.import_module(f"mlx_vlm.models.{family}.processing_{family}")
+        names = (name for name in vars(module) if name.lower() == f"{family.replace('_', '')}processor")
+        self.processor = getattr(module, next(names)).from_pretrained(str(folder))
+        self.placeholder = NAMES[kind]["boi_token" if kind == "gemma3" else "image_token"]
+        if kind in QWEN:
+            self.placeholder = f"<|vision_start|>{self.placeholder}<|vision_end|>"
+
+    def inputs(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        from PIL import Image
+
+        text, images = "", []
+        for message in messages:
+            parts = message["content"]
+            parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+            text += f"<{message['role']}>"
+            for part in parts:
+                text += part["text"] if part["type"] == "text" else self.placeholder
+                images += [Image.open(BytesIO(part["image"]))] if part["type"] == "image" else []
+            text += "\n"
+        more = {"images": images} if images else {}
+        return dict(self.processor(text=[f"{text}<assistant>"], add_special_tokens=False, **more))
+
+    def tokens(self, messages: Sequence[dict[str, Any]], count: int = TOKENS) -> list[int]:
+        inputs = self.inputs(messages)
+        ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
+        steps = generate_step(ids, self.model, pixels, mask, max_tokens=count, temperature=0.0, **inputs)
+        return [int(token) for token, _ in steps][:count]
+
+
+@pytest.fixture(scope="module")
+def references(folders: Callable[[str], Path]) -> Callable[[str], Reference]:
+    return cache(lambda kind: Reference(folders(kind), kind))
+
+
+def proposers(target: em.Target) -> dict[str, Any]:
+    draft = tiny_target(3, vocab=target.vocab_size)
+    draft.tokenizer = target.tokenizer
+    return {
+        "nothing": lambda: None,
+        "n-grams": em.NgramProposer,
+        "a draft model": lambda: em.DraftModelProposer(draft),
+        "EAGLE-3": lambda: em.HeadProposer(tiny_head(target)),
+        "MTP": lambda: em.HeadProposer(mtp(target)),
+        "a block": lambda: em.HeadProposer(IN_BLOCKS["dspark"](target)),
+    }
+
+
+def drafting(kind: str, folders: Callable[[str], Path], drafter: str = "nothing", **settings: Any) -> em.Engine:
+    target = em.load_target(folders(kind))
+    return em.Engine(target, proposers(target)[drafter](), policy=em.FixedPolicy(3), **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", ["nothing", "n-grams", "a draft model", "EAGLE-3"])
+def test_a_batch_of_two_images_and_text_equals_mlx_vlm(
+    kind: str, drafter: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine, reference = drafting(kind, folders, drafter), references(kind)
+    prompts = [A, B, TEXT]
+    outputs = engine.generate(prompts, GREEDY)
+    wanted = [reference.tokens(messages) for messages in prompts]
+    assert [output.tokens for output in outputs] == wanted
+    assert wanted[0] != wanted[1]
+    lengths = [reference.inputs(messages)["input_ids"].shape[1] for messages in prompts]
+    assert [output.prompt_tokens for output in outputs] == lengths
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3", "gemma4", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_an_image_may_be_read_in_any_chunks(
+    kind: str, chunk: int, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = drafting(kind, folders, "EAGLE-3", prefill_chunk=chunk)
+    two = asks(picture(1, 48, 64), picture(2, 64, 40))
+    outputs = engine.generate([two, A, TEXT], GREEDY)
+    assert [output.tokens for output in outputs] == [references(kind).tokens(prompt) for prompt in (two, A, TEXT)]
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl", "qwen3_5"])
+def test_rows_with_images_join_pause_and_leave(
+    kind: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = drafting(kind, folders, "n-grams", prefill_chunk=16)
+    short = em.SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [engine.prepare(A, GREEDY), engine.prepare(TEXT, short)]
+    for request in requests:
+        engine.submit(request)
+    while engine.active < 2:
+        engine.step()
+    requests += [engine.prepare(B, GREEDY), engine.prepare(A, short)]
+    for request in requests[2:]:
+        engine.submit(request)
+    engine.step()
+    engine.pause(requests[0])
+    while not engine.idle:
+        engine.step()
+    assert engine.pauses == 1
+    tokens = references(kind).tokens
+    assert [request.tokens for request in requests] == [tokens(A), tokens(TEXT, 6), tokens(B), tokens(A, 6)]
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("drafter", ["n-grams", "EAGLE-3", "MTP", "a block"])
+def test_seeded_text_after_images_does_not_depend_on_drafts(
+    kind: str, drafter: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    params = [em.SamplingParams(max_tokens=TOKENS, seed=5, temperature=1.0, ignore_eos=True)] * 3
+    plain = drafting(kind, folders).generate([A, B, TEXT], params)
+    drafted = drafting(kind, folders, drafter).generate([A, B, TEXT, A], [*params, GREEDY])
+    assert [output.tokens for output in drafted[:3]] == [output.tokens for output in plain]
+    assert drafted[3].tokens == references(kind).tokens(A)
+
+
+def test_embeddings_of_images_count_in_the_memory_of_rows(folders: Callable[[str], Path]) -> None:
+    engine = drafting("mistral3", folders)
+    request = engine.prepare(A, GREEDY)
+    (span,) = request.request.images
+    text = engine.prepare(request.prompt, GREEDY)
+    nbytes = engine.kv_budget.set_aside([request]) - engine.kv_budget.set_aside([text])
+    assert nbytes == span.image.nbytes == span.image.features.nbytes
+
+
+CACHED = {"prefix_cache_bytes": 1 << 24}
+LONG = "def median(values):\n    # " + "sorted values " * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [("mistral3", "nothing"), ("mistral3", "a draft model"), ("mistral3", "EAGLE-3"), ("qwen3_vl", "EAGLE-3")],
+)
+def test_the_prefix_cache_distinguishes_images(
+    kind: str, drafter: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = drafting(kind, folders, drafter, **CACHED)
+    first, other = (asks(picture(seed, 48, 64), before=LONG, text=LONG) for seed in (1, 2))
+    tokens = references(kind).tokens
+    start = engine.prepare(first, GREEDY).request.images[0].start
+    fresh = engine.generate(first, GREEDY)
+    again = engine.generate(first, GREEDY)
+    another = engine.generate(other, GREEDY)
+    assert fresh.cached_tokens == 0
+    assert again.cached_tokens >= again.prompt_tokens - 3
+    assert start - 1 <= another.cached_tokens <= start, "it shares no more than the text before the image"
+    assert [fresh.tokens, again.tokens, another.tokens] == [tokens(first), tokens(first), tokens(other)]
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl", "qwen3_5"])
+def test_a_second_screenshot_reuses_the_first(
+    kind: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = drafting(kind, folders, "n-grams", **CACHED)
+    turn = asks(picture(1, 48, 64), before=LONG)
+    end = engine.prepare(turn, GREEDY).request.images[0].end
+    engine.submit(engine.prepare(turn, GREEDY, boundaries=[end + 2]))
+    while not engine.idle:
+        engine.step()
+    later = [*turn, *asks(picture(2, 64, 40), before="and this: ")]
+    output = engine.generate(later, GREEDY)
+    assert output.cached_tokens >= end
+    assert output.tokens == references(kind).tokens(later)
+
+
+def test_files_of_the_prefix_cache_distinguish_images_and_vision_weights(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def engine(folder: Path) -> em.Engine:
+        target = em.load_target(folder)
+        files = DiskTier(tmp_path / "cache", 1 << 30, target)
+        return em.Engine(target, prefix_files=files, **CACHED)
+
+    first, other = (asks(picture(seed, 48, 64), before=LONG, text=20 * LONG) for seed in (1, 2))
+    one = engine(folders("mistral3"))
+    wanted = one.generate([first, other], GREEDY)
+    assert one.prefixes is not None
+    assert one.prefixes.disk is not None
+    assert one.prefixes.disk.close(20.0)
+    again = engine(folders("mistral3"))
+    assert [output.tokens for output in again.generate([first, other], GREEDY)] == [o.tokens for o in wanted]
+    cached = again.generate(first, GREEDY).cached_tokens
+    assert cached > again.prepare(first, GREEDY).request.images[0].end
+    changed = vision_folder(tmp_path / "changed", "mistral3")
+    weights = mx.load(str(changed / "model.safetensors"))
+    weights["multi_modal_projector.linear_1.weight"] += 0.01
+    mx.save_safetensors(str(changed / "model.safetensors"), weights, metadata={"format": "mlx"})
+    output = engine(changed).generate(first, GREEDY)
+    assert output.cached_tokens <= again.prepare(first, GREEDY).request.images[0].start
+
+
+def test_keys_of_two_images_share_no_number() -> None:
+    images = [ImageTokens("", [7] * 200, bytes([seed]), 0, False, None, lambda: mx.zeros((1,))) for seed in range(3)]
+    keys = [keys_of([*range(40), *[7] * 200, 1, 2], [ImageSpan(40, image)]) for image in images]
+    assert all((some[:39] == keys[0][:39]).all() for some in keys)
+    assert all(not set(a[40:239]) & set(b[40:239]) for a, b in pairwise(keys))
+    assert all((some >= 0).all() for some in keys)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_an_image_moves_the_positions_of_its_own_row_only(kind: str, folders: Callable[[str], Path]) -> None:
+    target = em.load_target(folders(kind))
+    texts = mx.array([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+    def logits(shifts: list[int]) -> mx.array:
+        cache = RaggedCache.of(target.model, 2)
+        cache.lengths.shift(shifts)
+        target.forward(texts, cache)
+        cache.advance(mx.array([4, 3], mx.int32), at_most=4)
+        return target.forward(texts[:, :1], cache).logits
+
+    plain, moved = logits([0, 0]), logits([0, -2])
+    assert mx.array_equal(plain[0], moved[0])
+    assert not mx.allclose(plain[1], moved[1])
+
+
+def test_trees_are_not_drafted_for_images(
+    folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    target = em.load_target(folders("qwen3_vl"))
+    results = list[RoundResult]()
+    policy = em.FixedPolicy(3, nodes=8)
+    engine = em.Engine(target, em.HeadProposer(tiny_head(target)), policy=policy, observer=results.append)
+    tokens = references("qwen3_vl").tokens
+    assert engine.generate(TEXT, GREEDY).tokens == tokens(TEXT)
+    assert any(result.plan.is_tree for result in results)
+    results.clear()
+    assert [output.tokens for output in engine.generate([A, TEXT], GREEDY)] == [tokens(A), tokens(TEXT)]
+    assert not any(result.plan.is_tree for result in results)
+
+
+def test_image_tokens_of_gemma_4_see_one_another(
+    folders: Callable[[str], Path], references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = references("gemma4").tokens(A)
+    assert drafting("gemma4", folders).generate(A, GREEDY).tokens == wanted
+    monkeypatch.setattr(RowLengths, "see_blocks", lambda self, blocks: None)
+    assert drafting("gemma4", folders).generate(A, GREEDY).tokens != wanted
