@@ -24,6 +24,7 @@ examples:
   eagle-generate 'def median(values):'                        the embedded target and head
   eagle-generate --target Qwen3-4B-4bit 'Why is the sky blue?'            with the best known head
   eagle-generate --target Qwen3-4B-4bit --head user/head 'Why is the sky blue?'
+  eagle-generate --target Qwen3.5-9B-4bit --image screenshot.png 'What is wrong here?'
   git diff | eagle-generate --target Qwen3-4B-4bit --spec-decode ngram --system 'Review this change.' -
   eagle-generate --file prompts.jsonl --output answers.jsonl --batch 8
 
@@ -37,6 +38,7 @@ class GenerateOptions(DecodingOptions):
 
     text: str | None = setting(None, "prompt for the model; `-` reads standard input", name="PROMPT", positional=True)
     flagged: str | None = setting(None, "the same as PROMPT", name="prompt", metavar="TEXT")
+    image: tuple[Path, ...] = setting((), "image to show before the prompt; repeatable", metavar="FILE", repeat=True)
     file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
     output: Path | None = setting(None, "file for answers (default: standard output)", metavar="FILE.jsonl")
     batch: int = setting(8, "prompts to decode together, with --file", AT_LEAST_1)
@@ -52,6 +54,8 @@ class GenerateOptions(DecodingOptions):
             if self.output.is_file():
                 raise OutputError(f"{self.output} exists already; name another file")
             check_file(self.output)
+        if self.image and (self.file is not None or self.raw):
+            raise PromptError("--image needs a chat template and a single prompt; leave out --file and --raw")
         if self.color and self.file is not None:
             raise OutputError("--color shows one answer; leave out --color or --file")
 
@@ -94,9 +98,14 @@ def prompt_of(text: str, target: em.Target, options: GenerateOptions) -> EngineP
     if options.raw or target.tokenizer is None or not target.tokenizer.has_chat_template:
         if options.system:
             raise PromptError("--system needs a chat template; leave out --system or --raw")
+        if options.image:
+            raise PromptError(f"--image needs a chat template, and {target.name} has none")
         return text
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    return [*system, {"role": "user", "content": text}]
+    system: list[dict[str, object]] = [{"role": "system", "content": options.system}] if options.system else []
+    shown = [{"type": "image", "image": str(path)} for path in options.image]
+    parts: list[object] = [*shown, {"type": "text", "text": text}]
+    question: dict[str, object] = {"role": "user", "content": parts if shown else text}
+    return [*system, question]
 
 
 def _many(

@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from time import perf_counter_ns
+from typing import Any
 
 import eagle_mlx as em
 from eagle_mlx.command import Stop, Stopped, exit_code, read
@@ -19,11 +20,14 @@ from eagle_mlx.progress import counted
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import setting
+from eagle_mlx.vision.images import file_of
+from eagle_mlx.vision.limits import ImageLimits
 
 from .decoding_options import COLOR_HELP, DIM, DecodingOptions, SamplingOptions, has_color, painted, renderer
 
 COMMANDS = """\
   /stats          tokens per forward and per second of this chat, and the length of the conversation
+  /image FILE     show an image with the next question
   /clear          forget the conversation
   /system TEXT    replace the system prompt; without TEXT, show it
   /help           show these commands
@@ -86,11 +90,12 @@ class TerminalChat:
         self.engine, self.tokenizer = engine, tokenizer
         self.options, self.params = options, options.params()
         self.color = options.color and has_color(sys.stdout)
-        self.system, self.turns = options.system, list[dict[str, str]]()
+        self.system, self.turns = options.system, list[dict[str, Any]]()
+        self.images: list[dict[str, Any]] = []  # to show with the next question
         self.total = Tally()
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def run(self) -> None:
@@ -105,7 +110,9 @@ class TerminalChat:
 
     def answer(self, line: str) -> None:
         """Answer a turn, and print the answer and its figures. A turn that cannot be answered is forgotten."""
-        self.turns.append({"role": "user", "content": line})
+        content = [*self.images, {"type": "text", "text": line}] if self.images else line
+        self.turns.append({"role": "user", "content": content})
+        self.images = []
         tally, text, began, stop = Tally(), "", perf_counter_ns(), Stop()
         render = renderer(self.tokenizer, self.params.stop, self.color)
         try:
@@ -139,8 +146,11 @@ class TerminalChat:
         match name:
             case "/exit":
                 return False
+            case "/image":
+                self.show(text.strip())
             case "/clear":
                 self.turns.clear()
+                self.images.clear()
                 note("the conversation is empty")
             case "/system":
                 self.system = text.strip() or self.system
@@ -154,6 +164,17 @@ class TerminalChat:
             case _:
                 note(f"unknown command {name}; the commands are\n{COMMANDS}")
         return True
+
+    def show(self, file: str) -> None:
+        """Add an image to the next question, if the model can read it."""
+        try:
+            image = {"type": "image", "image": file_of(file, ImageLimits())}
+            encode(self.engine.target, [{"role": "user", "content": [*self.images, image]}])
+        except EagleError as e:
+            note(f"error: {e}")
+            return
+        self.images.append(image)
+        note(f"{counted(len(self.images), 'image')} with the next question")
 
 
 def note(text: str) -> None:

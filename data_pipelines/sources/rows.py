@@ -197,6 +197,8 @@ def _content(value: Any, origin: str) -> str:
     parts = value if isinstance(value, Sequence) else [value]
     if all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
         return "".join(p["text"] for p in parts)
+    if any(isinstance(p, Mapping) and str(p.get("type")) in ("image", "image_url", "input_image") for p in parts):
+        raise DataError(f"{origin}: heads cannot be trained on images yet; leave out conversations that have some")
     raise DataError(f"{origin}: the content must be text, not {_show(value)}")
 
 

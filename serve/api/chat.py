@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,15 +12,16 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
+from eagle_mlx.vision.spans import ImagePrompt, placed
 
-from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
+from ..chat import AnswerParser, Chat, Delta, Encode, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
 from .answer import Choices, PendingChoices, respond
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .logprobs import chat_logprobs
 from .model import Loaded, check_context, sampling
 from .received import Owner, Received, receive_choices
-from .schema import ChatRequest, refuse_last_media
+from .schema import ChatRequest
 from .worker import RequestEvent
 
 router = APIRouter()
@@ -64,8 +65,8 @@ def encode_chat(
     body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner, at_most: int | None = None
 ) -> EncodedChat:
     """Render and encode a prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
-    chat, prompt, offer = render_chat(body, loaded, encode)
-    starts_in_reasoning, continued = loaded.chat.starts_in_reasoning(prompt, chat), chat.continued is not None
+    chat, prompt, offer, whole = render_chat(body, loaded, encode)
+    starts_in_reasoning, continued = loaded.chat.starts_in_reasoning(prompt.tokens, chat), chat.continued is not None
     if continued and not starts_in_reasoning and (offer.forced or body.has_schema):
         last = f"messages[{len(body.messages) - 1}]"
         reason = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
@@ -84,7 +85,7 @@ def encode_chat(
     most = loaded.thinking_budget if body.most_thought is None else body.most_thought
     grammar = with_budget(loaded.chat, loaded.target.vocab_size, most, starts_in_reasoning, grammar)
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
-    shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
+    shared = chat.boundaries(prompt.tokens, whole) if loaded.engine.wants_boundaries else ()
     conversation = opening(body) if loaded.learner is not None else ""
     requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most, conversation) for choice in params]
     return EncodedChat(body, loaded, requests, reader)
@@ -192,10 +193,17 @@ class DeltaStream:
         return "tool_calls" if may_run else output.finish_reason
 
 
-def render_chat(
-    body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True
-) -> tuple[Chat, list[int], ToolOffer]:
-    """Return the rendered conversation, its tokens, and the tools it offers. Raises PromptError or ApiError.
+class RenderedChat(NamedTuple):
+    """A rendered conversation, its tokens, the tools it offers, and what encodes parts of its text."""
+
+    chat: Chat
+    prompt: ImagePrompt
+    offer: ToolOffer
+    encode: Encode
+
+
+def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True) -> RenderedChat:
+    """Return the rendered conversation, with its images if the model reads them. Raises PromptError or ApiError.
 
     must_fit: whether to refuse a prompt that exceeds the context.
     """
@@ -204,14 +212,17 @@ def render_chat(
     offer = ToolOffer.of(tools, chosen, body.parallel_tool_calls is not False)
     wishes = body.model_dump(include={"reasoning_effort", "verbosity", "add_generation_prompt"}, exclude_none=True)
     arguments = wishes | (body.chat_template_kwargs or {})
-    if body.messages[-1].role == "user":
-        refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
-    messages = [message.plain() for message in body.messages]
+    messages, pictures = body.plain_messages()
+    messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)
     chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
-    tokens = chat.tokens(encode)
+    whole: Encode = encode
+    if images and vision is not None:
+        whole = lambda text, special: encode(vision.expanded(text, images), special)  # noqa: E731
+    tokens = chat.tokens(whole)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")
-    return chat, tokens, offer
+    spans = placed(chat.text, tokens, images) if images else ()
+    return RenderedChat(chat, ImagePrompt(tokens, spans), offer, whole)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .answer import Answer, PendingAnswer, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
 from .limits import Limits
+from .media import Pictures, paragraphs
 from .model import Loaded, check
 from .received import Received, validated
 from .schema import Body, ChatRequest, EventFormat, ToolName
@@ -58,25 +59,25 @@ class BareTool(BaseModel):
 class Turns:
     """Collects turns as messages of Chat Completions, one for turns of the same role: templates may want them so."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: str) -> None:
+        """newest: the place of the newest message in the request."""
+        self.pictures = Pictures(newest)
         self._turns: list[dict[str, Any]] = []
         """Messages with lists of pieces, because repeated concatenation takes quadratic time."""
         self._calls: set[str] = set()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        joints = {"content": "", "reasoning_content": PARAGRAPH}
-        return [
-            {key: joints[key].join(filter(None, value)) if key in joints else value for key, value in turn.items()}
-            for turn in self._turns
-        ]
+        turns = [dict(turn) for turn in self._turns]
+        for turn in turns:
+            turn["content"] = ("".join if turn["role"] == "assistant" else paragraphs)(turn["content"])
+            if "reasoning_content" in turn:
+                turn["reasoning_content"] = PARAGRAPH.join(filter(None, turn["reasoning_content"]))
+        return turns
 
     def say(self, role: Literal["system", "user", "assistant"], text: str) -> None:
         """Add text: to the model's message as it is, to another as a paragraph."""
-        content = self._turn(role)["content"]
-        if content and role != "assistant":
-            content.append(PARAGRAPH)
-        content.append(text)
+        self._turn(role)["content"].append(text)
 
     def think(self, text: str) -> None:
         self._turn("assistant").setdefault("reasoning_content", []).append(text)
@@ -132,14 +133,14 @@ class Names:
         return tool + self.fields.get(name, "") + field.removeprefix(name)
 
 
-def translated(fields: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
-    """Return the chat of these fields. Raises ApiError 400 that names the field of the API."""
+def translated(turns: Turns, fields: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
+    """Return the chat of these turns and other fields. Raises ApiError 400 that names the field of the API."""
     if effort := fields.get("reasoning_effort"):
         fields["reasoning_effort"] = _EFFORTS.get(effort, effort)
     with names.used():
-        chat = validated(ChatRequest, fields)
+        chat = validated(ChatRequest, {"messages": turns.messages, **fields})
         check(chat, limits)
-    return chat
+    return chat.with_pictures(turns.pictures)
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation)
     loaded.thinking_budget, loaded.learner = config.thinking_budget, learner
+    loaded.image_limits = config.images
     if files is not None and loaded.memory is not None:
         loaded.memory_file = MemoryFile(folder, loaded.memory, target)
     return loaded

@@ -21,10 +21,11 @@ from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, T
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .limits import Limits
+from .media import Media, paragraphs, without_data
 from .metrics import stats
 from .model import Loaded
 from .received import models_of, receive
-from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, Media, T, refuse_last_media, without_data
+from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, T
 from .service import Call
 
 router = APIRouter()
@@ -159,7 +160,7 @@ _BLOCKS = {
 
 def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
     """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
-    chat: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
+    turns, chat = _turns(body), {**body.extensions(), **_tools(body)}
     chat.setdefault("continue_final_message", body.messages[-1].role == "assistant")
     if body.thinking is not None:
         chat.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
@@ -171,7 +172,7 @@ def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         chat |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
-    return translated(chat, names_of(body), limits)
+    return translated(turns, chat, names_of(body), limits)
 
 
 def names_of(body: CountTokensRequest) -> Names:
@@ -183,15 +184,16 @@ def _is_hosted(tool: ClientTool | BareTool) -> bool:
     return isinstance(tool, BareTool) and tool.type not in KNOWN_TOOLS
 
 
-def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    conversation, last = Turns(), len(body.messages) - 1
+def _turns(body: CountTokensRequest) -> Turns:
+    last = len(body.messages) - 1
+    conversation = Turns(f"messages[{last}].")
     if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
         conversation.say("system", text)
     if body.messages[last].role == "user":
-        refuse_last_media(body.messages[last].content, f"messages[{last}].content")
+        conversation.pictures.check_last(body.messages[last].content, f"messages[{last}].content")
     for index, turn in enumerate(body.messages):
         _add(conversation, turn, f"messages[{index}].content")
-    return conversation.messages
+    return conversation
 
 
 def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
@@ -208,18 +210,20 @@ def _add(conversation: Turns, turn: Turn, where: str) -> None:
             problem = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
             raise ApiError(400, f"{where}[{index}]: {problem}", f"{where}[{index}]")
         if isinstance(block, TextBlock | Media):
-            conversation.say(turn.role, _text(block))
+            conversation.say(turn.role, _text(block, conversation, f"{where}[{index}]"))
         elif isinstance(block, ThinkingBlock):
             conversation.think(block.thinking)
         elif isinstance(block, ToolUseBlock):
             conversation.call(block.id, block.name, block.input)
         elif isinstance(block, ToolResultBlock):
-            result = ("Error: " if block.is_error else "") + PARAGRAPH.join(map(_text, _blocks(block.content)))
-            conversation.result(block.tool_use_id, result, f"{where}[{index}].tool_use_id")
+            place = f"{where}[{index}]"
+            parts = (_text(x, conversation, f"{place}.content[{at}]") for at, x in enumerate(_blocks(block.content)))
+            result = ("Error: " if block.is_error else "") + paragraphs(parts)
+            conversation.result(block.tool_use_id, result, f"{place}.tool_use_id")
 
 
-def _text(block: TextBlock | Media) -> str:
-    return block.text if isinstance(block, TextBlock) else block.note
+def _text(block: TextBlock | Media, conversation: Turns, where: str) -> str:
+    return block.text if isinstance(block, TextBlock) else conversation.pictures.text(block, where)
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
@@ -360,7 +364,7 @@ async def count_tokens(request: Request) -> Response:
     chat = await received.in_turn(lambda: chat_request(body, models_of(request).settings.limits))
 
     def count(loaded: Loaded, encode: Encoder) -> dict[str, int]:
-        return {"input_tokens": len(render_chat(chat, loaded, encode, must_fit=False)[1])}
+        return {"input_tokens": len(render_chat(chat, loaded, encode, must_fit=False).prompt.tokens)}
 
     with names_of(body).used():
         return await respond_encoded(received, count)

@@ -15,6 +15,7 @@ from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
+from eagle_mlx.vision.limits import ImageLimits
 
 from ..chat import ChatFormat, Grammars
 from ..learning.learner import Learner
@@ -50,6 +51,7 @@ class Loaded:
     learner: Learner | None = None
     thinking_budget: int | None = None
     """The limit on thoughts of requests that set none."""
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
 
     def __post_init__(self) -> None:
         self._started, self._chosen = self.speculation, "auto"

@@ -24,6 +24,7 @@ from eagle_mlx.setting import (
     settings_of,
 )
 from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.vision.limits import ImageLimits
 
 from ..learning.options import LearnOptions
 from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation
@@ -185,6 +186,7 @@ class LoadConfig(Group):
     )
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     thinking_budget: int | None = setting(None, f"{THINKING}; a request may set another", AT_LEAST_0)
+    images: ImageLimits = field(default_factory=ImageLimits)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     learning: LearnOptions = field(default_factory=LearnOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)

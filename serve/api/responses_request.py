@@ -10,10 +10,11 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from ..chat import ToolCall
-from ..chat.history import PARAGRAPH, with_whole_pairs
+from ..chat.history import with_whole_pairs
 from .conversation import BareTool, Names, OwnTool, Turns, translated
 from .errors import ApiError
 from .limits import Limits
+from .media import Media, paragraphs, without_data
 from .schema import (
     BY_TYPE,
     Body,
@@ -21,10 +22,7 @@ from .schema import (
     ChatRequest,
     EventFormat,
     Many,
-    Media,
     OpenAIRequest,
-    refuse_last_media,
-    without_data,
 )
 
 
@@ -309,7 +307,6 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     fields: dict[str, Any] = {
-        "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
         "tool_choice": _choice(body.tool_choice),
         "reasoning_effort": None if effort == "none" else effort,
@@ -323,7 +320,8 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
     }
     if effort == "none":
         fields["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
-    return translated(fields, functions.names, limits)
+    turns = _turns(body.instructions, items, len(items) - len(input_items(body)))
+    return translated(turns, fields, functions.names, limits)
 
 
 def _is_partial(item: Item) -> bool:
@@ -348,11 +346,12 @@ def _unsealed(text: str | None) -> str:
         return ""
 
 
-def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
-    """Return the messages of a chat. kept: how many items come from the previous response."""
-    conversation = Turns()
+def _turns(instructions: str | None, items: Sequence[Item], kept: int) -> Turns:
+    """Return the turns of a chat. kept: how many items come from the previous response."""
+    place = f"input[{len(items) - kept - 1}]"
+    conversation = Turns(f"{place}.")
     if isinstance(last := items[-1], MessageItem) and last.role == "user":
-        refuse_last_media(last.content, f"input[{len(items) - kept - 1}].content")
+        conversation.pictures.check_last(last.content, f"{place}.content")
     if instructions:
         conversation.say("system", instructions)
     for index, item in enumerate(items):
@@ -361,27 +360,31 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
             if item.content is None and role != "assistant":
                 place = f"input[{index - kept}].content"
                 raise ApiError(400, f"{place}: must be text, or a list of parts", place)
-            conversation.say(role, _text(item.content))
+            conversation.say(role, _text(item.content, conversation, f"input[{index - kept}].content"))
         elif isinstance(item, ReasoningItem):
             thought = "".join(part.text for part in item.content or item.summary or ())
             conversation.think(thought or _unsealed(item.encrypted_content))
         elif isinstance(item, CallOutputItem):
-            conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
+            output = _text(item.output, conversation, f"input[{index - kept}].output")
+            conversation.result(item.call_id, output, f"input[{index - kept}].call_id")
         elif isinstance(item, Media):
             conversation.say("assistant", item.note)
         else:
             arguments = {"input": item.input} if isinstance(item, CustomCallItem) else item.arguments
             conversation.call(item.call_id, _flat_name(item.name, item.namespace), arguments)
-    return conversation.messages
+    return conversation
 
 
-def _text(content: str | Sequence[ContentPart] | None) -> str:
-    return content if isinstance(content, str) else PARAGRAPH.join(map(_text_of_part, content or ()))
+def _text(content: str | Sequence[ContentPart] | None, conversation: Turns, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = enumerate(content or ())
+    return paragraphs(_text_of_part(part, conversation, f"{where}[{index}]") for index, part in parts)
 
 
-def _text_of_part(part: ContentPart) -> str:
+def _text_of_part(part: ContentPart, conversation: Turns, where: str) -> str:
     if isinstance(part, Media):
-        return part.note
+        return conversation.pictures.text(part, where)
     return part.text if isinstance(part, TextPart) else part.refusal
 
 

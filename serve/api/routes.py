@@ -18,12 +18,13 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from ..speculation import Mode, PolicyName
 from .answer import json_response, respond_encoded
+from .chat import render_chat
 from .encoding import Encoder
 from .errors import ERRORS, ApiError, documented
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
 from .received import models_of, receive, unless_disconnected
-from .schema import Body, ChatMessage, Id, Many
+from .schema import Body, ChatMessage, ChatRequest, Id, Many
 from .service import Service
 
 log = logging.getLogger("eagle_mlx.serve")
@@ -230,7 +231,8 @@ async def tokenize(request: Request) -> Response:
 
     def work(loaded: Loaded, encode: Encoder) -> dict[str, Any]:
         if body.messages is not None:
-            tokens = loaded.chat.chat([message.plain() for message in body.messages], check=encode.check).tokens(encode)
+            chat = ChatRequest.model_validate({"messages": body.messages})
+            tokens = render_chat(chat, loaded, encode, must_fit=False).prompt.tokens
         else:
             tokens = encode(body.prompt or "", body.add_special_tokens is not False)
         texts = [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None

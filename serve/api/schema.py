@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from math import inf
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
 from pydantic_core import CoreSchema, core_schema
 
 from eagle_mlx.sampling_params import Acceptance
 
-from .. import log_once
 from ..speculation import Mode
-from .errors import ApiError
+from .media import Media, Pictures, without_data
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -241,43 +240,6 @@ class MessagePart(Body):
         return "".join(str(part.get("text", "")) for part in self.thinking or ())  # as Mistral's clients send it
 
 
-class Media(Body):
-    """An image, a sound, a document, or what a tool of another server did. The model reads only text."""
-
-    type: Literal["media"]
-    kind: str
-
-    @property
-    def note(self) -> str:
-        """The text that the model sees instead."""
-        log_once(f"a conversation has {self.kind} parts; the model reads only text and sees a note instead")
-        return f"[{self.kind} left out: only text can be read here]"
-
-    @model_serializer
-    def as_sent(self) -> dict[str, str]:
-        return {"type": self.kind}
-
-
-_MEDIA = re.compile(
-    r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
-    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
-    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
-)
-
-
-def without_data(part: object) -> object:
-    """Reduce a part that is not text to its kind, for `Media`."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return {"type": "media", "kind": kind} if isinstance(kind, str) and _MEDIA.fullmatch(kind) else part
-
-
-def refuse_last_media(parts: object, where: str) -> None:
-    """Raise ApiError 400 if a conversation ends with an image: it is the question, and earlier ones are not."""
-    if isinstance(parts, list) and parts and isinstance(last := parts[-1], Media):
-        where = f"{where}[{len(parts) - 1}]"
-        raise ApiError(400, f"{where}: {last.kind} is not supported; this server reads only text", where)
-
-
 class FunctionCall(Body):
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -308,17 +270,20 @@ class ChatMessage(Body):
     audio: None = None
     function_call: None = None
 
-    def plain(self) -> dict[str, Any]:
-        """Return the message without fields that templates ignore."""
-        plain = self.model_dump(include=_TOLD, exclude_none=True)
+    def plain(self, pictures: Pictures, where: str) -> dict[str, Any]:
+        """Return the message without fields that templates ignore, with marks for images, which `pictures` collects."""
+        plain = self.model_dump(include=_TOLD - {"content"}, exclude_none=True)
         if isinstance(self.content, list):
             plain["content"] = "".join(
-                part.note if isinstance(part, Media) else part.text or part.refusal or "" for part in self.content
+                pictures.text(part, f"{where}.content[{at}]")
+                if isinstance(part, Media)
+                else part.text or part.refusal or ""
+                for at, part in enumerate(self.content)
             )
             if thoughts := "".join(part.thought for part in self.content if isinstance(part, MessagePart)):
                 plain.setdefault("reasoning_content", thoughts)
-        elif self.content is None and self.refusal:
-            plain["content"] = self.refusal
+        elif (text := self.refusal if self.content is None else self.content) is not None:
+            plain["content"] = text
         for call in plain.get("tool_calls", ()):
             call.pop("index", None)
         return plain
@@ -385,6 +350,22 @@ class ChatRequest(ChatExtensions, ChoicesRequest):
     functions: None = None
     function_call: None = None
     web_search_options: None = None
+
+    _pictures: Pictures | None = PrivateAttr(None)
+
+    def with_pictures(self, pictures: Pictures) -> Self:
+        """Return the request itself, with images for the marks that its messages have already."""
+        self._pictures = pictures
+        return self
+
+    def plain_messages(self) -> tuple[list[dict[str, Any]], Pictures]:
+        """Return the messages for a template with marks for images, and the images. Raises ApiError 400 if the last is
+        of a kind that no model here reads."""
+        last = f"messages[{len(self.messages) - 1}]"
+        pictures = self._pictures or Pictures(f"{last}.")
+        if self.messages[-1].role == "user":
+            pictures.check_last(self.messages[-1].content, f"{last}.content")
+        return [message.plain(pictures, f"messages[{at}]") for at, message in enumerate(self.messages)], pictures
 
     @property
     def most_tokens(self) -> int | None:

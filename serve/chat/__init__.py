@@ -7,5 +7,5 @@
 from .budget import with_budget
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
-from .template import Chat, ChatFormat
+from .template import Chat, ChatFormat, Encode
 from .tools import ToolCall, ToolOffer, whole_calls

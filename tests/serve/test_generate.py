@@ -12,6 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.generate import main
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.vision_targets import picture, vision_folder
 
 SHORT = ("--max-tokens", "12")
 
@@ -136,3 +137,27 @@ def test_an_existing_output_is_not_overwritten(models: tuple[str, str], tmp_path
         main(["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--target", models[0]]) == 2
     )
     assert (tmp_path / "a.jsonl").read_text() == "precious"
+
+
+def test_an_image_is_shown_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlx_vlm")
+    target = str(vision_folder(tmp_path / "target", "mistral3"))
+    (tmp_path / "a.png").write_bytes(picture(1, 48, 64))
+    shown = [{"type": "image", "image": picture(1, 48, 64)}, {"type": "text", "text": "def f(x):"}]
+    outputs = em.Engine(em.load_target(target)).generate(
+        [[{"role": "user", "content": shown}]], em.SamplingParams(max_tokens=12)
+    )
+    args = ["def f(x):", "--target", target, "--quiet", *SHORT]
+    assert main([*args, "--image", str(tmp_path / "a.png")]) == 0
+    assert capsys.readouterr().out == outputs[0].text + "\n"
+    for more, reason in ((["--image", str(tmp_path / "b.png")], "b.png cannot be read"), (["--raw"], "chat template")):
+        assert main([*args, "--image", str(tmp_path / "a.png"), *more]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_an_image_for_a_model_that_reads_only_text_is_refused(
+    models: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    assert main(["hi", "--target", models[0], "--quiet", "--image", str(tmp_path / "a.png")]) == 2
+    assert "reads only text" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from eagle_mlx.serve.decoding_options import renderer
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.terminal_chat import main as chat
 from tests.fakes import Oracle, tiny_target, tiny_target_folder
+from tests.vision_targets import picture, vision_folder
 
 DRAFTS = ("--spec-decode", "ngram", "--spec-policy", "fixed", "--num-draft-tokens", "3", "--max-tokens", "24")
 GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
@@ -191,3 +192,32 @@ def test_models_without_a_chat_template_are_refused(
     monkeypatch.setattr("sys.stdin", io.StringIO("x"))
     assert chat(["--target", str(folder), "--spec-decode", "none"]) == 2
     assert "has no chat template; use eagle-generate" in capsys.readouterr().err
+
+
+def test_an_image_goes_with_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlx_vlm")
+    target = str(vision_folder(tmp_path / "target", "mistral3"))
+    (tmp_path / "a.png").write_bytes(picture(1, 48, 64))
+    lines = [f"/image {tmp_path / 'a.png'}", f"/image {tmp_path / 'b.png'}", "def f(x):", "and g?"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert chat(["--target", target, *DRAFTS]) == 0
+    out, err = capsys.readouterr()
+    assert "1 image with the next question" in err
+    assert "b.png cannot be read" in err
+    shown = [{"type": "image", "image": picture(1, 48, 64)}, {"type": "text", "text": "def f(x):"}]
+    params = em.SamplingParams(max_tokens=24)
+    engine, messages = em.Engine(em.load_target(target)), list[Any]()
+    for content in (shown, "and g?"):
+        messages.append({"role": "user", "content": content})
+        output = engine.generate(messages, params)
+        assert output.text in out
+        messages.append({"role": "assistant", "content": output.text})
+
+
+def test_an_image_is_refused_by_a_model_that_reads_only_text(
+    talk: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(1, 48, 64))
+    assert "reads only text" in talk(f"/image {tmp_path / 'a.png'}\n")[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eagle_mlx.serve.api.media import Pictures
 from eagle_mlx.serve.api.schema import ChatMessage
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from tests.serve.api.live import Live
@@ -159,7 +160,11 @@ def test_thoughts_may_be_parts_of_a_message() -> None:
     for thinking in ("hm", [{"type": "text", "text": "hm"}]):
         parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "Yes."}]
         message = ChatMessage.model_validate({"role": "assistant", "content": parts})
-        assert message.plain() == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+        assert message.plain(Pictures(), "messages[0]") == {
+            "role": "assistant",
+            "content": "Yes.",
+            "reasoning_content": "hm",
+        }
 
 
 def test_fields_that_other_servers_and_gateways_add_are_taken(caller: Live) -> None:

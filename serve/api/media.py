@@ -1,0 +1,138 @@
+"""Parts of messages that are not text: images, which some models read, and others, of which only a note remains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, model_serializer
+
+from eagle_mlx.errors import PromptError
+from eagle_mlx.vision.images import data_of
+from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.spans import MARK, ImageTokens, mark
+from eagle_mlx.vision.tower import Vision
+
+from .. import log_once
+from ..chat.history import PARAGRAPH
+from .errors import ApiError
+
+
+class Media(BaseModel):
+    """An image, a sound, a document, or what a tool of another server did."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["media"]
+    kind: str
+    source: str | None = None
+    """The URL of an image; None for all else."""
+
+    @property
+    def note(self) -> str:
+        """The text that the model sees instead."""
+        log_once(f"a conversation has {self.kind} parts; the model reads only text and sees a note instead")
+        return f"[{self.kind} left out: only text can be read here]"
+
+    @model_serializer
+    def as_sent(self) -> dict[str, str]:
+        return {"type": self.kind, **({"image_url": self.source} if self.source else {})}
+
+
+_MEDIA = re.compile(
+    r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
+    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
+    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
+)
+_IMAGES = ("image", "image_url", "input_image")  # in Anthropic's API, and in OpenAI's two
+
+
+def without_data(part: object) -> object:
+    """Reduce a part that is not text to its kind, and an image to its URL too, for `Media`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not (isinstance(part, dict) and isinstance(kind, str) and _MEDIA.fullmatch(kind)):
+        return part
+    return {"type": "media", "kind": kind, "source": _url_of(part) if kind in _IMAGES else None}
+
+
+def _url_of(part: dict[str, Any]) -> str:
+    """Return the URL of an image, empty if there is none."""
+    about = next((part[name] for name in ("source", "image_url", "file_id") if part.get(name)), "")
+    if isinstance(about, dict):
+        is_data = about.get("type") == "base64"
+        about = f"data:;base64,{about.get('data')}" if is_data else about.get("url", about.get("file_id"))
+    return about if isinstance(about, str) else ""
+
+
+def paragraphs(parts: Iterable[str]) -> str:
+    """Join texts as paragraphs. Nothing separates an image from the text around it, as in Chat Completions."""
+    first, last = mark(0).split("0")
+    return PARAGRAPH.join(parts).replace(PARAGRAPH + first, first).replace(last + PARAGRAPH, last)
+
+
+class PictureError(ApiError):
+    """A refused image. Its place has the name that the client's API gives it."""
+
+    def rename(self, field: str) -> None:
+        """Keep the name."""
+
+
+class Pictures:
+    """The images of a conversation, by the numbers of the marks that stand for them in its texts."""
+
+    def __init__(self, newest: str = "") -> None:
+        """newest: how the places of images in the newest message begin."""
+        self._newest, self._question = newest, -1
+        self._images = list[tuple[Media, str]]()
+
+    def text(self, part: Media, where: str) -> str:
+        """Return the text of a part: for an image a mark, else a note."""
+        if part.source is None:
+            return part.note
+        self._images.append((part, where))
+        return mark(len(self._images) - 1)
+
+    def check_last(self, parts: object, where: str) -> None:
+        """Raise ApiError 400 if a conversation ends with a part that no model here reads: it is the question, and
+        earlier ones are not. If it ends with an image, that must be read."""
+        if not (isinstance(parts, list) and parts and isinstance(last := parts[-1], Media)):
+            return
+        if last.source is None:
+            where = f"{where}[{len(parts) - 1}]"
+            raise PictureError(400, f"{where}: {last.kind} is not supported; this server reads only text", where)
+        self._question = len(parts) - 1
+
+    def read(
+        self, messages: Sequence[dict[str, Any]], vision: Vision | None, limits: ImageLimits
+    ) -> tuple[list[dict[str, Any]], list[ImageTokens]]:
+        """Return messages with marks for the images that were read, and these. A note takes the place of others.
+
+        Raises ApiError 400 if the newest message has an image that cannot be read, or, if the model reads only text, if
+        it ends with one.
+        """
+        if not self._images:
+            return list(messages), []
+        problem = "this server reads only text" if vision is None else vision.problem
+        read, texts = list[ImageTokens](), list[str]()
+        for index, (part, where) in enumerate(self._images):
+            is_new = where.startswith(self._newest)
+            try:
+                if problem is not None or vision is None:
+                    is_new = self._question >= 0 and index == len(self._images) - 1
+                    raise PromptError(f"{part.kind} is not supported; {problem}")
+                limits.check_number(index + 1)
+                image = vision.read(data_of(part.source or "", limits), limits)
+            except PromptError as e:
+                if is_new:
+                    raise PictureError(400, f"{where}: {e}", where) from e
+                texts.append(part.note)
+            else:
+                texts.append(mark(len(read)))
+                read.append(image)
+        limits.check_tokens(sum(len(image.tokens) for image in read))
+
+        def replaced(text: str) -> str:
+            return MARK.sub(lambda match: texts[int(match[1])] if int(match[1]) < len(texts) else "", text)
+
+        return [{**message, "content": replaced(message.get("content") or "")} for message in messages], read

@@ -1,0 +1,192 @@
+"""Images in all APIs: a model that sees reads them, and nothing that a client sends as one breaks the server."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.vision.limits import ImageLimits
+from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
+from tests.serve.api.live import DEPTH, Live, live
+from tests.serve.api.test_histories import DIALECTS, called, post, prompt_tokens, text, user
+from tests.vision_targets import data_url, picture, vision_folder
+
+pytest.importorskip("mlx_vlm")
+A, B = picture(1, 48, 64), picture(2, 64, 40)
+LIMITS = ImageLimits(images=3, mb=0.1, megapixels=0.1, tokens=50, formats="png,jpeg,gif")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = vision_folder(tmp_path_factory.mktemp("vision") / "mistral3", "mistral3")
+
+    def loaded() -> Loaded:
+        target = em.load_target(folder)
+        engine = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(DEPTH), prefix_cache_bytes=1 << 24)
+        return Loaded(engine, "ngram", DEPTH, image_limits=LIMITS)
+
+    with live(loaded) as running:
+        yield running
+
+
+def shown(dialect: Dialect, image: bytes | str) -> dict[str, Any]:
+    """Return the part of an image in the API's form."""
+    url = image if isinstance(image, str) else data_url(image)
+    if dialect is CHAT:
+        return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
+    if dialect is RESPONSES:
+        return {"type": "input_image", "image_url": url, "detail": "auto"}
+    if url.startswith("data:"):
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        return {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+    return {"type": "image", "source": {"type": "url", "url": url}}
+
+
+def ask(dialect: Dialect, *images: bytes | str) -> dict[str, Any]:
+    return user(*(shown(dialect, image) for image in images), text(dialect, "what is this?"))
+
+
+def message_of(answer: Any) -> str:
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def answer_of(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    if "choices" in body:
+        return str(body["choices"][0]["message"]["content"])
+    parts = body["content"] if "content" in body else body["output"][0]["content"]
+    return str(parts[0]["text"])
+
+
+def test_all_apis_count_the_expanded_tokens_and_give_the_same_text(seeing: Live) -> None:
+    plain = [prompt_tokens(post(seeing, dialect, [ask(dialect)])) for dialect in (CHAT, MESSAGES, RESPONSES)]
+    answers = [post(seeing, dialect, [ask(dialect, A)]) for dialect in (CHAT, MESSAGES, RESPONSES)]
+    counts = [prompt_tokens(answer) for answer in answers]
+    assert counts == [count + 16 for count in plain]
+    assert len({*counts}) == len({*map(answer_of, answers)}) == 1
+    other = [post(seeing, dialect, [ask(dialect, B)]) for dialect in (CHAT, MESSAGES, RESPONSES)]
+    assert [answer_of(answer) for answer in other] != [answer_of(answer) for answer in answers]
+    turns = {"messages": [ask(MESSAGES, A)]}
+    assert seeing.http.post("/v1/messages/count_tokens", json=turns).json() == {"input_tokens": counts[1]}
+    assert seeing.http.post("/tokenize", json={"messages": [ask(CHAT, A)]}).json()["count"] == counts[0]
+
+
+@DIALECTS
+def test_results_of_tools_may_have_images(seeing: Live, dialect: Dialect) -> None:
+    question = user(text(dialect, "look"))
+
+    def tokens(*parts: dict[str, Any]) -> int:
+        result = [text(dialect, "a picture:"), *parts]
+        return prompt_tokens(post(seeing, dialect, [question, *called(dialect, "{}", result)]))
+
+    assert tokens(shown(dialect, A)) == tokens() + 16
+
+
+def test_a_stored_response_keeps_its_images(seeing: Live) -> None:
+    first = post(seeing, RESPONSES, [ask(RESPONSES, A)])
+    later = post(seeing, RESPONSES, [user(text(RESPONSES, "and now?"))], previous_response_id=first.json()["id"])
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": answer_of(first)}]}
+    whole = post(seeing, RESPONSES, [ask(RESPONSES, A), said, user(text(RESPONSES, "and now?"))])
+    assert prompt_tokens(later) == prompt_tokens(whole)
+    assert answer_of(later) == answer_of(whole)
+
+
+def test_the_prefix_cache_of_a_server_distinguishes_images(seeing: Live) -> None:
+    def cached(image: bytes) -> int:
+        words = "What do you see here? " * 12
+        turns = [user(text(CHAT, words), shown(CHAT, image), text(CHAT, words))]
+        return int(post(seeing, CHAT, turns).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    counts = [cached(picture(11)), cached(picture(11)), cached(picture(12))]
+    assert counts[0] == 0
+    assert counts[1] > counts[2] + 24, "the same image hits, another only up to the image"
+
+
+def file_of(form: str, **more: Any) -> bytes:
+    from PIL import Image
+
+    file = BytesIO()
+    Image.new("RGB", (16, 16)).save(file, form, **more)
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    """Return a PNG of a few bytes that says that it has 9,000 x 9,000 pixels."""
+    header = struct.pack(">IIBBBBB", 9_000, 9_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    parts = (struct.pack(">I", len(x)) + k + x + struct.pack(">I", zlib.crc32(k + x)) for k, x in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def animated() -> bytes:
+    from PIL import Image
+
+    frames = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
+    file = BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+HOSTILE = {
+    "an http URL": ("https://example.org/a.png", "does not fetch https URLs"),
+    "a file URL": ("file:///etc/passwd", "does not fetch file URLs"),
+    "a path": ("/etc/passwd", "anything but data: URLs"),
+    "nothing": ("", "anything but data: URLs"),
+    "text": ("data:text/plain,hello", "base64"),
+    "bad base64": ("data:image/png;base64,@@@@", "not valid base64"),
+    "a broken file": (b"\x89PNG broken", "cannot be decoded"),
+    "a truncated file": (picture(3, 64, 64, "JPEG")[:-200], "cannot be decoded"),
+    "another format": (file_of("BMP"), "cannot be decoded"),
+    "a format that is not allowed": (file_of("WEBP"), "cannot be decoded"),
+    "a bomb": (bomb(), "million pixels"),
+    "a large image": (picture(4, 400, 400), "0.2 million pixels; the limit is 0.1"),
+    "a large file": (b"\0" * 200_000, "MB; the limit is 0.1 MB"),
+    "an animation": (animated(), "animated"),
+}
+
+
+@DIALECTS
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_image_that_cannot_be_read_is_refused(seeing: Live, dialect: Dialect, name: str) -> None:
+    image, reason = HOSTILE[name]
+    place = "input[0].content[0]: " if dialect is RESPONSES else "messages[0].content[0]: "
+    message = message_of(post(seeing, dialect, [ask(dialect, image)]))
+    assert message.startswith(place)
+    assert reason in message
+    assert "/etc" not in message
+
+
+@DIALECTS
+def test_an_image_that_cannot_be_read_does_not_end_a_session(seeing: Live, dialect: Dialect) -> None:
+    answered = {"role": "assistant", "content": "I cannot see it."}
+    turns = [ask(dialect, b"broken"), answered, user(text(dialect, "go on"))]
+    assert post(seeing, dialect, turns).status_code == 200
+
+
+def test_too_many_images_or_tokens_are_refused(seeing: Live) -> None:
+    assert "send at most 3" in message_of(post(seeing, CHAT, [ask(CHAT, A, A, A, A)]))
+    assert "the limit is 50" in message_of(post(seeing, CHAT, [ask(CHAT, picture(5), picture(6), picture(7))]))
+
+
+def test_placeholders_in_texts_are_refused(seeing: Live) -> None:
+    for words in ("see [IMG] here", "[IMG_END][IMG]"):
+        turns = [user(shown(CHAT, A), text(CHAT, words))]
+        assert "[IMG], which stands for an image" in message_of(post(seeing, CHAT, turns))
+    spoofed = [user(shown(CHAT, A), text(CHAT, "\U0001fffe0\U0001ffff"))]
+    assert "does not write each image once" in message_of(post(seeing, CHAT, spoofed))
+
+
+def test_images_beyond_the_context_are_refused(seeing: Live) -> None:
+    assert seeing.service.loaded is not None
+    context = seeing.service.loaded.target.context_length
+    turns = [user(shown(CHAT, A), text(CHAT, "word " * (context - 15)))]
+    assert "maximum context length" in message_of(post(seeing, CHAT, turns))
