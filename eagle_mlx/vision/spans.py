@@ -22,7 +22,7 @@ def mark(index: int) -> str:
     return f"\U0001fffe{index}\U0001ffff"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ImageTokens:
     """An image, read for a target."""
 
@@ -38,7 +38,9 @@ class ImageTokens:
     def features(self) -> mx.array:
         """[1 + D, n, H], computed when they are first needed, then kept: the embeddings of its tokens, and what the
         first D layers add to their outputs."""
-        return self.compute()
+        features = self.compute()
+        self.compute = lambda: features  # frees the pixels
+        return features
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,10 @@ class Vision:
     @cached_property
     def _identity(self) -> bytes:
         """A hash of the vision weights, all of their bytes, and of how images are prepared."""
+        with loading(f"the vision weights of {self._folder}", PromptError):
+            return self._hash()
+
+    def _hash(self) -> bytes:
         digest = hashlib.blake2b(self._processor.image_processor.to_json_string().encode())
         digest.update(json.dumps(self._config, sort_keys=True).encode())
         for name, file, start, end in self._tensors:

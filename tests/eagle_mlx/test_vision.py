@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from itertools import pairwise
@@ -18,8 +21,11 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.prefix_tree import keys_of
+from eagle_mlx.errors import PromptError, TargetError
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.request import read_prompt
 from eagle_mlx.vision.spans import ImageSpan, ImageTokens
+from eagle_mlx.vision.tower import Vision
 from tests.eagle_mlx.heads import IN_BLOCKS, mtp
 from tests.fakes import tiny_head, tiny_target
 from tests.vision_targets import picture, vision_folder
@@ -291,3 +297,54 @@ def test_image_tokens_of_gemma_4_see_one_another(
     assert drafting("gemma4", folders).generate(A, GREEDY).tokens == wanted
     monkeypatch.setattr(RowLengths, "see_blocks", lambda self, blocks: None)
     assert drafting("gemma4", folders).generate(A, GREEDY).tokens != wanted
+
+
+def test_a_vision_tower_that_cannot_be_loaded_ends_only_requests_with_images(
+    folders: Callable[[str], Path], references: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    folder = vision_folder(tmp_path / "damaged", "mistral3")
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    del weights["multi_modal_projector.linear_1.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    engine = em.Engine(em.load_target(folder))
+    requests = [engine.prepare(TEXT, GREEDY), engine.prepare(A, GREEDY)]
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        with suppress(TargetError):
+            engine.step()
+    assert requests[0].tokens == references("mistral3").tokens(TEXT)
+    assert requests[1].error is not None
+    assert "vision tower" in requests[1].error
+
+
+def test_types_without_support_and_missing_packages_are_named(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason(folder: Path) -> str:
+        target = em.Engine(em.load_target(folders("mistral3"))).target
+        target.vision = Vision.of(folder, target.embed, target.dtype)
+        with pytest.raises(PromptError) as e:
+            read_prompt(target, A)
+        return str(e.value)
+
+    (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {"patch_size": 14}}')
+    assert "models of type llava, only for gemma3, gemma4, mistral3, pixtral, qwen3_5" in reason(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {"patch_size": 14}}')
+    assert "has no weights of a vision tower" in reason(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    assert "reads only text" in reason(tmp_path)
+    monkeypatch.setattr("eagle_mlx.vision.tower.find_spec", lambda name: None)
+    assert "pip install 'eagle-mlx[vision]'" in reason(folders("mistral3"))
+
+
+def test_text_for_a_model_that_sees_imports_no_mlx_vlm(folders: Callable[[str], Path]) -> None:
+    program = (
+        "import sys, eagle_mlx as em\n"
+        f"engine = em.Engine(em.load_target({str(folders('mistral3'))!r}))\n"
+        "engine.generate([{'role': 'user', 'content': 'hi'}], em.SamplingParams(max_tokens=2))\n"
+        "assert 'mlx_vlm' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
