@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -70,11 +70,11 @@ class ImagePrompt:
     images: tuple[ImageSpan, ...]
 
 
-def expanded(text: str, images: Sequence[ImageTokens], placeholder: str) -> str:
-    """Return a text with each image's own text in place of its mark. Raises PromptError if the placeholder, which
-    means an image, is in the text itself."""
-    if placeholder in text:
-        raise PromptError(f"the text has {placeholder}, which stands for an image; leave it out")
+def expanded(text: str, images: Sequence[ImageTokens], placeholders: Iterable[str]) -> str:
+    """Return a text with each image's own text in place of its mark. Placeholders in the text itself, where a client or
+    the model wrote them, are broken by an invisible character, so that they mean no image."""
+    for placeholder in placeholders:
+        text = text.replace(placeholder, f"{placeholder[0]}\u2060{placeholder[1:]}")
     return MARK.sub(lambda match: images[int(match[1])].text if int(match[1]) < len(images) else "", text)
 
 

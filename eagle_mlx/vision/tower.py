@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from eagle_mlx import hub
 from eagle_mlx.errors import PromptError, in_one_line, loading
@@ -90,8 +91,9 @@ class Vision:
         return images
 
     def expanded(self, text: str, images: Sequence[ImageTokens]) -> str:
-        """Return a text with the images' own texts in place of their marks. Raises PromptError (`spans.expanded`)."""
-        return expanded(text, images, self._placeholder)
+        """Return a text with the images' own texts in place of their marks (`spans.expanded`)."""
+        token = self._processor.tokenizer.convert_ids_to_tokens(self._image_token)
+        return expanded(text, images, {self._placeholder, token})
 
     def read(self, source: object, limits: ImageLimits) -> ImageTokens:
         """Read an image (`read_image`). Raises PromptError, also if this target reads no images."""
@@ -105,14 +107,14 @@ class Vision:
                 inputs = dict(processor(text=[text], images=[image], add_special_tokens=False))
             except Exception as e:  # other people's code; the sizes of an image may not suit it
                 raise PromptError(f"the image cannot be prepared for this model: {in_one_line(e)}") from e
-            ids = [int(token) for token in inputs["input_ids"][0].tolist()]
+            ids = np.array(inputs["input_ids"])[0].tolist()  # in NumPy: MLX computes in the engine's thread
             text = processor.tokenizer.decode(ids, skip_special_tokens=False)
             places = [place for place, token in enumerate(ids) if token == self._image_token]
             first, end = places[0], places[-1] + 1
             digest = hashlib.blake2b(self._identity + repr(image.size).encode() + image.tobytes()).digest()
         grid = None
         if self._family.has_axes:
-            sides = inputs["image_grid_thw"][0].tolist()[1:]
+            sides = np.array(inputs["image_grid_thw"])[0].tolist()[1:]
             grid = sides[0] // self._merged, sides[1] // self._merged
         nbytes = (1 + self._deepstack) * (end - first) * self._width * self._dtype.size
         is_block = self._config["text_config"].get("use_bidirectional_attention") == "vision"

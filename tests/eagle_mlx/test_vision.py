@@ -224,8 +224,9 @@ def test_a_second_screenshot_reuses_the_first(
     assert output.tokens == references(kind).tokens(later)
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
 def test_files_of_the_prefix_cache_distinguish_images_and_vision_weights(
-    folders: Callable[[str], Path], tmp_path: Path
+    kind: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     def engine(folder: Path) -> em.Engine:
         target = em.load_target(folder)
@@ -233,18 +234,19 @@ def test_files_of_the_prefix_cache_distinguish_images_and_vision_weights(
         return em.Engine(target, prefix_files=files, **CACHED)
 
     first, other = (asks(picture(seed, 48, 64), before=LONG, text=20 * LONG) for seed in (1, 2))
-    one = engine(folders("mistral3"))
+    one = engine(folders(kind))
     wanted = one.generate([first, other], GREEDY)
     assert one.prefixes is not None
     assert one.prefixes.disk is not None
     assert one.prefixes.disk.close(20.0)
-    again = engine(folders("mistral3"))
+    again = engine(folders(kind))
     assert [output.tokens for output in again.generate([first, other], GREEDY)] == [o.tokens for o in wanted]
     cached = again.generate(first, GREEDY).cached_tokens
     assert cached > again.prepare(first, GREEDY).request.images[0].end
-    changed = vision_folder(tmp_path / "changed", "mistral3")
+    changed = vision_folder(tmp_path / "changed", kind)
     weights = mx.load(str(changed / "model.safetensors"))
-    weights["multi_modal_projector.linear_1.weight"] += 0.01
+    name = next(name for name in weights if name.startswith("vision_tower") and name.endswith("weight"))
+    weights[name] += 0.01
     mx.save_safetensors(str(changed / "model.safetensors"), weights, metadata={"format": "mlx"})
     output = engine(changed).generate(first, GREEDY)
     assert output.cached_tokens <= again.prepare(first, GREEDY).request.images[0].start

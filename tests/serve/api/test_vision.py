@@ -177,10 +177,12 @@ def test_too_many_images_or_tokens_are_refused(seeing: Live) -> None:
     assert "the limit is 50" in message_of(post(seeing, CHAT, [ask(CHAT, picture(5), picture(6), picture(7))]))
 
 
-def test_placeholders_in_texts_are_refused(seeing: Live) -> None:
-    for words in ("see [IMG] here", "[IMG_END][IMG]"):
-        turns = [user(shown(CHAT, A), text(CHAT, words))]
-        assert "[IMG], which stands for an image" in message_of(post(seeing, CHAT, turns))
+def test_placeholders_in_texts_mean_no_image(seeing: Live) -> None:
+    assert seeing.service.loaded is not None
+    encode = seeing.service.loaded.engine.target.tokenizer.encode
+    words = [len(encode(f"see{middle}here", add_special_tokens=False)) for middle in (" [\u2060IMG] ", " ")]
+    plain, fake = (post(seeing, CHAT, [user(shown(CHAT, A), text(CHAT, x))]) for x in ("see here", "see [IMG] here"))
+    assert prompt_tokens(fake) - prompt_tokens(plain) == words[0] - words[1]
     spoofed = [user(shown(CHAT, A), text(CHAT, "\U0001fffe0\U0001ffff"))]
     assert "does not write each image once" in message_of(post(seeing, CHAT, spoofed))
 
