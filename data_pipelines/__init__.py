@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
     from .sources.rows import place_of
     from .synthesis import steerable
-    from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
-    from .synthesis.loop import growing_engine
+    from .synthesis.file import Enough, MakeLimits, Wanted, make_to_file, once, prompt_keys
+    from .synthesis.loop import growing_engine, text_settings
+    from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 
 __getattr__ = late_names(__name__, __file__)

@@ -12,7 +12,8 @@ from typing import Any
 HELDOUT_ONE_IN = 25
 """One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
 SMALL = 100
-"""Sources with fewer prompts hold out one in ten: of 50, one in 25 would leave one or two to measure."""
+"""Sources with fewer prompts hold out one in ten, and larger ones as many as one of this size: one in 25 of 50 prompts
+would leave one or two to measure."""
 _SYSTEM = ("system", "developer")
 
 
@@ -70,9 +71,10 @@ class Conversation:
 
 
 def held_out_prompts(keys: Collection[int]) -> frozenset[int]:
-    """Return the prompts to hold out, by their hashes: at least two, one in ten of a small source, and at most half."""
+    """Return the prompts to hold out, by their hashes: one in 25, but at least one in ten of a source's first 100, and
+    at least two, but at most half."""
     distinct = sorted(set(keys), key=lambda key: (key % HELDOUT_ONE_IN, key))
-    least = min(max(2, -(-len(distinct) // 10) if len(distinct) < SMALL else 0), len(distinct) // 2)
+    least = min(max(2, -(-min(len(distinct), SMALL) // 10)), len(distinct) // 2)
     usual = sum(key % HELDOUT_ONE_IN == 0 for key in distinct)
     return frozenset(distinct[: max(least, usual)])
 

@@ -41,10 +41,25 @@ class Gain:
     needed: int | None
     """Conversations that tell a gain of this size, but at least 1 %, in 80 % of comparisons; None if unknown."""
 
-    def __str__(self) -> str:
+    @property
+    def advice(self) -> str:
+        """What to do about a comparison that told nothing apart."""
+        if self.needed is None:
+            return f"give at least {FEWEST} prompts whose answers do not loop"
+        more, size = self.needed - self.conversations, f"{max(abs(self.gain), LEAST_GAIN):.1%}"
+        if more > 0:
+            return f"about {more:,} prompt{'s' * (more > 1)} more would tell a difference of {size}"
+        return f"a difference of {size} would probably have been told"
+
+    @property
+    def interval(self) -> str:
+        """The gain in percent, with its interval if there is one."""
         if self.low is None or self.high is None:
-            return f"{self.gain:+.1%}, {self.verdict}"
-        return f"{self.gain:+.1%} ({self.low:+.1%} to {self.high:+.1%}), {self.verdict}"
+            return f"{self.gain:+.1%}"
+        return f"{self.gain:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+
+    def __str__(self) -> str:
+        return f"{self.interval}, {self.verdict}"
 
 
 def tau(decoded: Sequence[Decoded]) -> float:

@@ -13,7 +13,6 @@ from eagle_mlx.catalog.head_search import head_folder
 from eagle_mlx.files import check_file
 from eagle_mlx.judge import Comparison, Figures, Judge
 from eagle_mlx.machine import describe
-from eagle_mlx.paired import LEAST_GAIN, Gain
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
@@ -75,7 +74,7 @@ def table(comparison: Comparison) -> str:
     link = "from" if gain.verdict == "not told apart" else "than"
     lines += ["", f"B is {gain.verdict} {link} A: {answers}{left_out}"]
     if gain.verdict == "not told apart":
-        lines.append(advice(gain))
+        lines.append(gain.advice)
     return "\n".join(lines)
 
 
@@ -84,13 +83,3 @@ def _line(name: str, figures: Figures) -> str:
     shares = " ".join(f"{share:.2f}" for share in figures.acceptance_by_position)
     cells = f"{figures.acceptance_length:>7.3f}  {1000 * figures.draft_seconds:>8.1f}  {speed:>8}"
     return f"{name:<6}{cells}  {shares}"
-
-
-def advice(gain: Gain) -> str:
-    """Return what to do about a comparison that told nothing apart."""
-    if gain.needed is None:
-        return "give at least 6 prompts whose answers do not loop"
-    more, size = gain.needed - gain.conversations, f"{max(abs(gain.gain), LEAST_GAIN):.1%}"
-    if more > 0:
-        return f"about {counted(more, 'prompt')} more would tell a difference of {size}"
-    return f"a difference of {size} would probably have been told"

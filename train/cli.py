@@ -34,7 +34,7 @@ examples:
   eagle-train --target Qwen3-4B-4bit --hours 8 --data mine.jsonl --output out/night   (half of it from your questions)
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3 --dry-run
   eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
-  eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
+  eagle-train --target Qwen3-4B-4bit --adapt user/qwen3-4b-eagle3 --prompts mine.jsonl --output out/mine
   eagle-train -c recipe.yaml --seed 1
   eagle-train --resume out/head
 
@@ -43,6 +43,10 @@ eagle-train report compares runs, finished or not: loss, τ, time, and the setti
 Without --data or --shards, the target first writes --self-tokens tokens of conversations to OUTPUT.self.jsonl, like
 eagle-data make; later runs reuse the file. With --hours, making data and training alternate, and the head drafts the
 next data; with --data too, every second conversation begins with the next first user turn in the data.
+
+With --adapt, the target answers --prompts (OUTPUT.self.jsonl) and makes up conversations on many subjects
+(OUTPUT.replay.jsonl, unless --replay names older ones), and a copy of the head learns both. OUTPUT/best is that copy
+only if the judge finds it better on held-out prompts; otherwise it is the head as it was.
 
 Flags override the YAML file, which overrides the recipe, which overrides the defaults. A key in the file is the flag
 without the leading dashes and with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means

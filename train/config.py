@@ -40,7 +40,12 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting("eagle3", "kind of head (docs/heads.md)", _KINDS, name="head", metavar=_KIND_NAMES)
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
-    lora_rank: int | None = open_number("with --init-from: rank of LoRA adapters, merged into the head; 0 for none")
+    adapt: str = setting(
+        "", "folder or hub id of a head to fit to --prompts or --data; it stays unless the judge finds a better one"
+    )
+    lora_rank: int | None = open_number(
+        "with --adapt: rank of LoRA adapters, merged into the head; 0 to train all weights"
+    )
     draft_vocab: int | None = open_number("size of the draft vocabulary; with --init-from, 0 keeps the head's own")
     aux_layers: tuple[int, ...] | None = setting(None, _AUX_LAYERS, AT_LEAST_0, unset=())
     window: int | None = open_number(
@@ -74,6 +79,15 @@ class TrainingDataConfig(Group):
         "files, hub ids or presets; mix with SOURCE=WEIGHT (docs/data.md); self: the target writes them first, as it "
         "does without --data, except for the included target",
         name="data",
+    )
+    prompts: tuple[str, ...] = setting(
+        (), "with --adapt: sources of prompts, which the target answers, instead of --data", metavar="SOURCE"
+    )
+    replay: tuple[str, ...] = setting(
+        (),
+        "with --adapt: older conversations, of which as many tokens are learned as of new ones, so that the head does "
+        "not forget (default: the target writes some on many subjects)",
+        metavar="SOURCE",
     )
     # One night's output of a small model on two cores: 17 tokens per second for eight hours.
     self_tokens: int = setting(500_000, "with --data self: tokens that the target writes first", AT_LEAST_1)
@@ -138,7 +152,7 @@ class OptimizationConfig(Group):
     minutes: float | None = open_number("time limit of the training, which sets the schedule; 0 for none", unset=0.0)
     hours: float | None = open_number(
         "time limit of the whole run: making data and training alternate, and each phase's head drafts the next data; "
-        "each token is learned --epochs times; 0 to have all data before training",
+        "each token is learned --epochs times; 0 to have all data before training. With --adapt, only a limit",
         unset=0.0,
     )
     optimizer: Literal["adamw", "muon"] = setting("adamw", "for all weights, or muon for the head's inner matrices")
@@ -222,7 +236,12 @@ class TrainConfig(Group):
                 "--shard pipeline keeps the layers' outputs on several machines, but training needs them on one; use "
                 "--shard tensor"
             )
-        if self.optimization.hours:
+        if self.head.adapt:
+            check_adaptation(self)
+        elif self.data.prompts or self.data.replay:
+            name = "--prompts" if self.data.prompts else "--replay"
+            raise ConfigError(f"{name} belongs to --adapt: name the head to adapt, or leave {name} out")
+        elif self.optimization.hours:
             check_with_hours(self)
 
     @property
@@ -254,6 +273,18 @@ NOT_WITH_HOURS = (
     *("eval_steps", "eval_minutes"),
 )
 """Settings that a run with `hours` determines itself."""
+
+
+def check_adaptation(config: TrainConfig) -> None:
+    head, step = config.head, config.optimization
+    if head.init_from not in ("", head.adapt):
+        raise ConfigError("--adapt and --init-from both name a head to begin with; leave --init-from out")
+    if config.data.shards:
+        raise ConfigError("--adapt learns from conversations: give them with --data or --prompts instead of --shards")
+    if config.data.prompts and config.data.sources != find(TrainConfig, "data").default:
+        raise ConfigError("--prompts and --data are both given: the target answers --prompts, --data has answers")
+    if step.hours and (step.minutes or step.max_steps):
+        raise ConfigError("--hours limits the whole run: leave --minutes and --max-steps out")
 
 
 def check_with_hours(config: TrainConfig) -> None:

@@ -9,7 +9,8 @@ report = run(TrainConfig.of(target="checkpoints/target", output="out/head", max_
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
+from .adaptation import Adaptation, prepare, settled
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
 from .data import (
     TrainData,
@@ -40,6 +42,7 @@ from .plan import BatchSizePlan, Recipe, batches_for, bound_of, load_recipe, pla
 from .recipes import OWN_RECIPE
 from .run import (
     BEST,
+    LAST,
     check_incomplete,
     check_wandb,
     claim,
@@ -51,6 +54,9 @@ from .run import (
     train,
 )
 
+_LEARNING = 0.85
+"""Share of the time of a run that adapts a head by which it must have learned. The rest is for the judge."""
+
 
 def run_command(
     resume: Path | None, name: str | None, dry_run: bool, file: Path | None, flags: Mapping[str, Any]
@@ -60,7 +66,8 @@ def run_command(
     if resume is not None and (name is not None or dry_run or file is not None):
         raise ConfigError("--resume uses the run's own settings: leave out -c, --recipe and --dry-run")
     if dry_run:
-        print(plan_of(*new_run(name, file, flags)))
+        config, recipe = new_run(name, file, flags)
+        print(plan_of(settled(config), recipe))
         return
     tune_process()
     stop, world = Stop(), World.init()
@@ -84,11 +91,16 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
         raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
     recipe = None if name is None else load_recipe(name or target, str(named.get("head", "")))
     settings = dict(recipe.settings) if recipe else {}
-    if named.get("hours"):  # the target makes the data, so ignore a recipe's
+    if named.get("hours") and not named.get("adapt"):  # the target makes the data, so ignore a recipe's
         settings = {name: value for name, value in settings.items() if name not in ("map", *NOT_WITH_HOURS)}
         settings["data"] = [SELF]
     named = named_settings(file, flags, settings)
-    if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
+    if named.get("adapt") and not (named.get("data") or named.get("prompts")):
+        raise ConfigError(
+            "--adapt needs prompts: name files with --prompts, which the target answers, or conversations with --data; "
+            "with --data self, the target makes them up"
+        )
+    if target and not (named.get("adapt") or named.get("data") or named.get("shards") or is_embedded_target(target)):
         named["data"] = [SELF]
         fits = recipe_for(target)
         others = f"; data sets for it: --recipe {fits.name}" if fits else ""
@@ -111,6 +123,8 @@ def run(
         raise ConfigError("no target: name the model with --target")
     if config.data.cache_dir:
         check_writable(Path(config.data.cache_dir))
+    limit = 3600 * (config.optimization.hours or 0.0) if config.head.adapt else 0.0
+    config = settled(config)
     check_supported(config)
     if config.optimization.hours and world.size > 1:
         raise ConfigError("--hours works with one process only: start it without mlx.launch")
@@ -119,7 +133,7 @@ def run(
     check_incomplete(resume)
     claimed = claim(config.run.output, config.run.overwrite, resume) if world.is_rank_zero else nullcontext()
     with claimed as folder:
-        done = _run(config, stop or Stop(), resume, world, folder)
+        done = _run(config, stop or Stop(), resume, world, folder, limit)
     if done is None:
         return None
     _say(config, resume, *done)
@@ -127,9 +141,13 @@ def run(
 
 
 def _run(
-    given: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
+    given: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None, limit: float
 ) -> tuple[Target, Mapping[str, Any]] | None:
-    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
+    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks.
+
+    limit: seconds, 0 for none, in which a run that adapts a head makes its data, learns and is judged.
+    """
+    begun = time.monotonic()
     check_data(given)
     bound = bound_of(given)
     bound.check()
@@ -148,18 +166,23 @@ def _run(
         config = _chosen(batches_for(config, given, config.data.self_tokens, speed=measured), world)
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
             return target, train_for_hours(setup, measured.learned, measured.captured)
-    _prepare(target, config, world)
+    _prepare(target, config, world, lambda share: bool(limit) and time.monotonic() - begun > share * limit)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
-    config = _chosen(plan, world)
+    config, left = _chosen(plan, world), _LEARNING * limit - (time.monotonic() - begun)
+    if limit and plan.seen / measured.learned > left:
+        config = config.changed(minutes=max(left, 1.0) / 60)
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     data, prompts = _with_prompts(target, config, data)
+    adaptation = Adaptation.of(config, target, prompts, data.samples.keys) if config.head.adapt else None
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    with set_up(target, config, data_fingerprint(data), head, resume, stop, world, claimed=folder) as setup:
+    identity = data_fingerprint(data)
+    more: dict[str, Any] = {"claimed": folder, "adaptation": adaptation}
+    with set_up(target, config, identity, head, resume, stop, world, **more) as setup:
         return target, train(setup, data, prompts, plan.seen / measured.learned)
 
 
@@ -172,18 +195,29 @@ def _chosen(plan: BatchSizePlan, world: World) -> TrainSettings:
 
 def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:
     """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
-    folder = resume if resume and resume.exists() else config.run.output
+    folder, adapted = resume if resume and resume.exists() else Path(config.run.output), report["adapted"]
     before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
     print(
         f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
         f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
-    if not report["better_than_start"]:
+    if adapted is None and not report["better_than_start"]:
         print("no later head was better than the start, so the start is the best head", file=sys.stderr)
-    elif (gain := report["gain_over_start"]) is not None and gain["verdict"] != "better":
+    elif adapted is None and (gain := report["gain_over_start"]) is not None and gain["verdict"] != "better":
         print(f"{gain['conversations']} prompts do not tell the head apart from the start; give more", file=sys.stderr)
-    best = Path(folder) / BEST
+    if adapted is None or adapted["taken"]:
+        _register(config, folder / BEST, target, report)
+    if adapted is not None:
+        name, kept = config.head.adapt, f"it is in {folder / BEST}"
+        if not adapted["taken"]:
+            kept = f"{folder / BEST} is {name} as it was, and {folder / LAST} the adapted one"
+        link = "from" if adapted["verdict"] == "not told apart" else "than"
+        print(f"the adapted head is {adapted['verdict']} {link} {name}: {adapted['summary']}; {kept}")
+
+
+def _register(config: TrainConfig, best: Path, target: Target, report: Mapping[str, Any]) -> None:
+    """Register a head for its target, and say which command finds it."""
     tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
     measured = tau if report["data"].get("prompts_held_out") else None
     if not register(best, config.head.target, "trained", fingerprint(target), measured, prompts):
@@ -195,12 +229,17 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prepare(target: Target, config: TrainSettings, world: World) -> None:
-    """Let the target make up its data if needed. Raises the errors of reading prompts before work that takes hours."""
+def _prepare(target: Target, config: TrainSettings, world: World, over: Callable[[float], bool]) -> None:
+    """Let the target make up its data if needed. Raises the errors of reading prompts before work that takes hours.
+
+    over: whether more than a share of the time of a run that adapts a head has passed.
+    """
     if config.data.is_self:
         if not config.prompts_are_heldout and world.is_rank_zero:
             heldout_prompts(target, config, most=1)
         make_data(target, config, world)
+    elif config.head.adapt:
+        prepare(target, config, world, over)
     if world.is_rank_zero:
         heldout_prompts(target, config, most=1)
 

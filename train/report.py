@@ -237,7 +237,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def _data(settings: Mapping[str, Any]) -> str | None:
     """Return what a run learns from. With shards, the setting `data` is not used."""
     shards = ", ".join(map(str, settings.get("shards") or ()))
-    return f"shards {shards}" if shards else ", ".join(settings.get("data") or ()) or None
+    return f"shards {shards}" if shards else ", ".join(settings.get("prompts") or settings.get("data") or ()) or None
 
 
 def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:

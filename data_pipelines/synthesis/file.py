@@ -13,13 +13,12 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
-from eagle_mlx.target import Target
 
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..options import MakeConfig
 from ..sources.rows import parse_row
-from .loop import growing_engine, run_tasks, text_settings
+from .loop import run_tasks, text_settings
 from .tries import MakeReport, Try, tries
 
 FREE_TRIES = 64
@@ -188,17 +187,14 @@ def _make(
                 return
 
 
-def make_once(
-    target: Target, config: MakeConfig, wanted: Wanted, output: Path, progress: bool = False
-) -> MakeReport | None:
-    """Make a file as `make_to_file` does, or return None if it exists. Raises OutputError if it has other settings."""
+def once(output: Path, settings: Mapping[str, Any], make: Callable[[], str]) -> str | None:
+    """Have `make` write a file and describe it, or return None if it exists. Raises OutputError for other settings."""
     note = output.with_name(f"{output.name}.from.json")
-    settings = {**text_settings(target), **asdict(config), **asdict(wanted)}
     if output.exists():
         _compare(output, note, settings)
         return None
     write_output(note, json.dumps(settings, indent=2) + "\n")
-    return make_to_file(growing_engine(target), config, wanted, output, progress=progress)
+    return make()
 
 
 def prompt_keys(file: Path) -> set[int]:

@@ -51,10 +51,10 @@ def test_maps_and_filters_reach_training_and_held_out_prompts(tmp_path: Path) ->
     odd, usual = chats(tmp_path, "odd", 100, "q", "a"), chats(tmp_path, "usual", 100)
     mapped = config(odd, usual, map=(f"{odd}:prompt=q,completion=a",), dedupe="prompt", keep_tokens=":40")
     report = training_data(TARGET, mapped).report
-    assert report["conversations"] > 180
+    assert report["conversations"] == 180
     assert report["left_out"] == 0
     prompts = heldout_prompts(TARGET, mapped).tokens
-    assert 0 < len(prompts) < 20
+    assert len(prompts) == 20
     assert TARGET.tokenizer is not None
     texts = [TARGET.tokenizer.decode(prompt) for prompt in prompts]
     assert ["odd:" in text for text in texts[:2]] == [True, False], "from both sources in turn"

@@ -361,7 +361,7 @@ def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path:
     assert run(target, chats, tmp_path / "out", "--head", "mtp", "--draft-vocab", "512") == 2
     assert "error: --draft-vocab cannot be used with --head mtp" in capsys.readouterr().err
     assert run(target, chats, tmp_path / "out", "--lora-rank", "4") == 2
-    assert "--lora-rank adapts an existing head: name it with --init-from" in capsys.readouterr().err
+    assert "--lora-rank adapts an existing head: name it with --adapt" in capsys.readouterr().err
     assert run(target, chats, tmp_path / "out", "--init-from", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ def convert(options: Conversion, say: Callable[[str], None]) -> str:
         )
         if (warning := head_warning(head, target, progress=True)) is not None:
             say(f"warning: {warning}")
-    dtype = DTYPES[options.dtype] if options.dtype else _exact_dtype(tensors, config)
+    dtype = DTYPES[options.dtype] if options.dtype else exact_dtype(tensors, config)
     base = _base_model(options, config)
     verifier, noted = verifier_of(config), config.get("eagle_mlx") or {}
     more: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def convert(options: Conversion, say: Callable[[str], None]) -> str:
         say(f"warning: {_NO_VERIFIER}" if base is None else f"verifier: {base}{only}")
         model = read_config(hub.resolve(options.target)) if options.target is not None else verifier
         architectures = [str(name) for name in model.get("architectures") or []]
-        depth = options.depth or _depth(config)
+        depth = options.depth or depth_of(config)
         more = {"base_model": base, "depth": depth, "target_architectures": architectures}
     name = hub.public_name(options.target) if options.target else noted.get("target") or verifier.get("name_or_path")
     extra = {key: value for key, value in noted.items() if key not in (*OURS, BASE_MODEL)}
@@ -94,7 +94,7 @@ def _layout(options: Conversion, kind: HeadKind) -> Format:
     return layouts[options.to]
 
 
-def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:
+def exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:
     """Return the smallest dtype that keeps every number of a head exact."""
     # Our zero-centered norms may have a wider dtype than the plain norms.
     least = 2 if (config.get("eagle_mlx") or {}).get(NOTED) else 0
@@ -126,7 +126,8 @@ def _base_model(options: Conversion, config: Mapping[str, Any]) -> str | None:
     return str(folder.resolve()) if folder.is_dir() and "quantization" not in read_config(folder) else None
 
 
-def _depth(config: Mapping[str, Any]) -> int:
+def depth_of(config: Mapping[str, Any]) -> int:
+    """Return the draft tokens in a speculators config; 3 without them."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
     depth = methods[0].get("speculative_tokens") if isinstance(methods, list) and methods else None
     return depth if isinstance(depth, int) and depth > 0 else 3

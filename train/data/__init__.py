@@ -12,4 +12,15 @@ from .sources import (
     questions_of,
     training_data,
 )
-from .storage import check_data, choose_states, make_data, public_settings, self_file, sources_of
+from .storage import (
+    answer_prompts,
+    check_data,
+    choose_states,
+    data_config,
+    make_data,
+    of_replay,
+    prompt_config,
+    public_settings,
+    self_file,
+    sources_of,
+)

@@ -35,7 +35,7 @@ from ..config import MOST_PROMPTS, TrainSettings
 from ..kinds import aux_layers_of
 from .batches import Rows
 from .examples import Examples, InMemory, Joined, OnDisk, draft_vocabulary
-from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, no_prompts, sources_of
+from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, no_prompts, of_replay, sources_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ def training_data(
     if config.data.shards:
         return _from_shards(target, config, head)
     rendered, left_out = _render(target, config, progress)
+    replayed: list[Sample] = []
+    if config.head.adapt and not config.data.is_self:
+        replayed = _replayed(target, config, sum(len(sample.tokens) for sample in rendered))
+        rendered += replayed
     aux_layers = aux_layers_of(target, config, head)
     samples: Examples = (texts := InMemory([Example.of(*sample) for sample in rendered]))
     meta = shard_meta(target, aux_layers, config.data.cache_bits)
@@ -78,6 +82,8 @@ def training_data(
     counts = texts.count_tokens(target.vocab_size)
     kept, vocabulary = draft_vocabulary(target, config, counts, head)
     report = {**amount(texts.lengths, int(counts.sum())), "left_out": left_out, "states": states, **vocabulary}
+    if replayed:
+        report["replayed_tokens"] = sum(len(sample.tokens) for sample in replayed)
     return TrainData(samples, aux_layers, kept, report, choice.place)
 
 
@@ -277,3 +283,16 @@ def unpack(rows: Rows) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
         batches.append(tokens)
         first, read = first + len(group), read + tokens.size
     return batches, places
+
+
+def _replayed(target: Target, config: TrainSettings, most: int) -> list[Sample]:
+    """Return older conversations of at least `most` tokens together, if there are as many."""
+    tokenizer: Any = target.tokenizer
+    length, samples, tokens = min(config.data.max_length, target.context_length), list[Sample](), 0
+    for conversation in read_conversations(data_config(of_replay(config)), "train", tokenizer):
+        rendered, _ = render_all(tokenizer, [conversation], length, config.data.filters.skip_bad)
+        samples += rendered
+        tokens += sum(len(sample.tokens) for sample in rendered)
+        if tokens >= most:
+            break
+    return samples

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 
 from eagle_mlx.data_pipelines import (
     DataConfig,
     MakeConfig,
+    MakeLimits,
+    RegenerateConfig,
     Wanted,
     check_conversations,
-    make_once,
+    growing_engine,
+    make_to_file,
+    once,
     place_of,
     public_source,
     read_conversations,
+    regenerate_to_file,
+    text_settings,
 )
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import free_disk, write_output
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hub import public_name
 from eagle_mlx.memory import free_memory, gb
+from eagle_mlx.paired import FEWEST
+from eagle_mlx.progress import counted
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
+from eagle_mlx.text import LEAST_DISTINCT
 
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
 
 Place = Literal["memory", "disk", "online"]
+C = TypeVar("C", bound=TrainConfig)
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
 IN_WORDS: dict[Place, str] = {
@@ -48,13 +61,17 @@ class CacheChoice:
 
 
 def self_file(config: TrainConfig) -> Path:
-    """Return the file of conversations that the target makes up; an interrupted run continues it."""
+    """Return the file of conversations that the target makes up or answers; an interrupted run continues it."""
     return Path(f"{config.run.output.rstrip('/')}.self.jsonl")
 
 
+def _replay_file(config: TrainConfig) -> Path:
+    return Path(f"{config.run.output.rstrip('/')}.replay.jsonl")
+
+
 def sources_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the data sources; `self` is replaced by the file of the target's conversations."""
-    return (str(self_file(config)),) if config.data.is_self else config.data.sources
+    """Return the data sources; `self` and prompts are replaced by the file of the target's conversations."""
+    return (str(self_file(config)),) if config.data.is_self or config.data.prompts else config.data.sources
 
 
 def cache_folder(config: TrainConfig) -> Path:
@@ -105,23 +122,70 @@ def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheC
     return CacheChoice(place, size, f"{what}: {gb(size)} in {bits} bits, {why}{IN_WORDS[place]}")
 
 
-def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS) -> None:
+def make_data(
+    target: Target,
+    config: TrainConfig,
+    world: World = SINGLE_PROCESS,
+    replayed: int = 0,
+    limits: MakeLimits | None = None,
+) -> None:
     """Create the file of conversations on every machine; rank 0 makes it unless it exists.
 
-    Raises OutputError if other data is in the way, DataError if the target writes nothing usable, TargetError if it
-    cannot write user turns, ConfigError if the settings could not read the file.
+    `replayed`: conversations to be learned again, which have a file of their own; 0 for the data. Raises OutputError if
+    other data is in the way, DataError if the target writes nothing usable, TargetError if it cannot write user turns,
+    ConfigError if the settings could not read the file.
     """
-    file, making = self_file(config), MakeConfig(seed=config.run.seed)
     data_config(config)  # report invalid settings now, not hours later
+    making, file, wanted = MakeConfig(seed=config.run.seed), _replay_file(config), Wanted(rows=replayed or 1)
+    if not replayed:
+        file, wanted = self_file(config), Wanted(tokens=config.data.self_tokens)
+
+    def make() -> str:
+        return make_to_file(growing_engine(target), making, wanted, file, progress=True, limits=limits).summary()
+
+    _on_every_machine(file, {**text_settings(target), **asdict(making), **asdict(wanted)}, world, make)
+
+
+def answer_prompts(
+    target: Target,
+    config: TrainConfig,
+    head: DraftHead,
+    world: World = SINGLE_PROCESS,
+    over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Have the target answer `config.data.prompts`, greedily as the judge does, with drafts of `head`.
+
+    `over`: called before each prompt after the first batch; once true, the rest stays unanswered. Raises as
+    `make_data`, and DataError if all answers loop.
+    """
+    file, reading = self_file(config), prompt_config(config)
+    prompts = list(read_conversations(reading, "all", target.tokenizer))
+    settings = {**asdict(reading), "prompts": [f"{prompt.whole_key():x}" for prompt in prompts]}
+
+    def make() -> str:
+        params = SamplingParams(temperature=0.0, max_tokens=MakeConfig.max_tokens)
+        answers = RegenerateConfig(params, least_distinct=LEAST_DISTINCT)
+        engine = growing_engine(target, head)
+        first = engine.max_batch  # so that even a short time gives answers
+        rest = chain(prompts[:first], takewhile(lambda _: not over(), prompts[first:]))
+        _, report = regenerate_to_file(engine, rest, answers, file, settings, progress=True, total=len(prompts))
+        if not report.answers:
+            raise DataError(f"{', '.join(reading.sources)}: all of the target's answers loop; give other prompts")
+        return f"{counted(report.answers, 'answer')} of {counted(report.tokens, 'token')}; {report.looping:,} loop"
+
+    _on_every_machine(file, {**text_settings(target), **settings}, world, make)
+
+
+def _on_every_machine(file: Path, settings: Mapping[str, Any], world: World, make: Callable[[], str]) -> None:
+    """Let rank 0 `make` a file, unless one with these settings exists, and give all machines its text."""
     if world.is_rank_zero:
-        wanted = Wanted(tokens=config.data.self_tokens)
         try:
-            report = make_once(target, making, wanted, file, progress=True)
+            made = once(file, settings, make)
         except KeyboardInterrupt:
             print("the conversations so far are kept; the same command continues", file=sys.stderr)
             raise
         mx.clear_cache()  # training does not need the KV cache
-        print(f"{file}: {report.summary() if report is not None else 'already complete'}", file=sys.stderr)
+        print(f"{file}: {made or 'already complete'}", file=sys.stderr)
     if world.size == 1:
         return
     # If each machine made the file, rounding differences could give different texts.
@@ -133,15 +197,32 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
 
 def check_data(config: TrainConfig) -> None:
     """Read the sources of a run that exist already, so that their DataError or ConfigError shows before any work."""
-    data, learned = config.data, data_config(config)
+    data, learned = config.data, prompt_config(config)
     is_read = not (data.shards or data.is_self)
     in_files = is_read and not config.optimization.hours and all(source.kind == "file" for source in learned.parsed)
     if is_read:
-        check_conversations(learned, "train", answers=not config.optimization.hours)
+        check_conversations(learned, "train", answers=not (config.optimization.hours or data.prompts))
+    measured = replace(learned, keep_tokens="")
     if not config.prompts_are_heldout:
-        check_conversations(learned.alone(config.evaluation.data), "all")
-    elif in_files and next(read_conversations(replace(learned, keep_tokens=""), "heldout"), None) is None:
-        raise no_prompts(data.sources, "all conversations have the same prompt, so none is held out")
+        measured = learned.alone(config.evaluation.data)
+        check_conversations(measured, "all")
+    if in_files or (config.head.adapt and not config.prompts_are_heldout):
+        held_out = read_conversations(measured, "heldout" if config.prompts_are_heldout else "all")
+        _check_held_out(config, sum(1 for _ in islice(held_out, FEWEST)))
+    if data.replay:
+        check_conversations(data_config(of_replay(config)), "train", answers=True)
+
+
+def _check_held_out(config: TrainConfig, count: int) -> None:
+    """Raise DataError if so few prompts are held out that acceptance cannot be measured, or the judge cannot decide."""
+    sources = prompt_config(config).sources if config.prompts_are_heldout else (config.evaluation.data,)
+    if not count:
+        raise no_prompts(sources, "all conversations have the same prompt, so none is held out")
+    if config.head.adapt and count < FEWEST:
+        raise DataError(
+            f"{', '.join(sources)}: {counted(count, 'prompt')} held out, but the judge needs at least {FEWEST}; give "
+            "more than 50 prompts, of which one in ten is held out, or name other prompts with --eval-data"
+        )
 
 
 def no_prompts(sources: Sequence[str], reason: str) -> DataError:
@@ -159,8 +240,8 @@ def public_settings(config: TrainConfig) -> dict[str, Any]:
         return f"{public_source(place)}:{text[len(place) + 1 :]}" if place else text
 
     changes: dict[str, Callable[[str], str]] = {
-        **dict.fromkeys(("target", "init_from"), public_name),
-        **dict.fromkeys(("data", "eval_data"), public_source),
+        **dict.fromkeys(("target", "init_from", "adapt"), public_name),
+        **dict.fromkeys(("data", "prompts", "replay", "eval_data"), public_source),
         **dict.fromkeys(("output", "shards", "cache_dir", "adapter_path"), lambda path: Path(path).name),
         "map": public_map,
         "chat_template": lambda text: text if "{" in text else Path(text).name,
@@ -173,5 +254,20 @@ def public_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def data_config(config: TrainConfig) -> DataConfig:
+    """Return what a run learns: the target's answers to `prompts`, if there are any, or the data."""
+    if config.data.prompts:
+        return DataConfig(sources_of(config), seed=config.run.seed)
+    return prompt_config(config)
+
+
+def prompt_config(config: TrainConfig) -> DataConfig:
+    """Return what a run reads: the prompts, as they are before the target answers them, or the data."""
     data = config.data
-    return DataConfig(sources_of(config), data.map, data.limit or 0, config.run.seed, **data.filters.flat())
+    sources = data.prompts or sources_of(config)
+    return DataConfig(sources, data.map, data.limit or 0, config.run.seed, **data.filters.flat())
+
+
+def of_replay(config: C) -> C:
+    """Return the settings with the older conversations as the only data."""
+    sources = config.data.replay or (str(_replay_file(config)),)
+    return config.changed(data=sources, prompts=(), map=(), eval_data="", limit=0)

@@ -18,6 +18,7 @@ KINDS: dict[str, Kind[Any]] = {
     name: resolve_name(f"{__name__}.{kind.recipe}")() for name, kind in KIND_SETTINGS.items()
 }
 _RATE, _USUAL_WIDTH = 1e-4, 4096  # peak learning rate of AdamW for heads of targets with this hidden size
+_ADAPTING = 1 / 3  # share of that rate to continue a trained head
 _LARGEST = {"rows": 4, "length": 1024, "epochs": 1}  # for the most data; `plan.batches_for` chooses those for less
 LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]  # tokens
 
@@ -39,7 +40,7 @@ def check_supported(config: TrainConfig) -> None:
         if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} cannot be used with --head {kind.name}: {reason}; leave {flag(name)} out")
     if config.head.lora_rank and not config.head.init_from:
-        raise ConfigError("--lora-rank adapts an existing head: name it with --init-from, or leave --lora-rank out")
+        raise ConfigError("--lora-rank adapts an existing head: name it with --adapt")
 
 
 def resolve(given: TrainConfig, width: int) -> TrainSettings:
@@ -54,6 +55,8 @@ def resolve(given: TrainConfig, width: int) -> TrainSettings:
     check_supported(given)
     kind = KINDS[given.head.kind]
     usual = {"lr": _RATE * _USUAL_WIDTH / width, **_LARGEST, **kind.defaults}
+    if given.head.adapt:
+        usual |= {"lr": _ADAPTING * usual["lr"], "rows": 1}  # there is little data, so steps are small
     own = {name: value for name, value in usual.items() if given.value(name) is None}
     if given.optimization.step_weights:
         own.pop("decay", None)

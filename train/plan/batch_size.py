@@ -56,7 +56,10 @@ def batches_for(
         seen = passes * tokens
     elif speed is not None and own.minutes:
         seen = round(60 * own.minutes * speed.learned)
-    rows, length = shape(seen // (own.max_steps or UPDATES) // processes, long, own.rows, own.length)
+    room = seen // (own.max_steps or UPDATES) // processes
+    if given.head.adapt:  # no larger than a probe has measured
+        room = min(room, config.optimization.rows * config.optimization.length)
+    rows, length = shape(room, long, own.rows, own.length)
     step = rows * length * processes
     chosen = {"rows": rows, "length": length, "epochs": passes}
     updates = own.max_steps or max(1, round(seen / step))

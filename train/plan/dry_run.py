@@ -12,7 +12,7 @@ from mlx_lm.utils import get_total_parameters
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.models import described_target
-from eagle_mlx.data_pipelines import shard_meta
+from eagle_mlx.data_pipelines import read_conversations, shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import free_disk
 from eagle_mlx.memory import free_memory, gb
@@ -20,7 +20,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
-from ..data import choose_states, self_file
+from ..data import choose_states, prompt_config, self_file
 from ..kinds import KINDS
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
@@ -32,6 +32,7 @@ _COUNT, _TOKENS_EACH = (
 )  # assumed conversations, and tokens of each, if nothing is known about the data
 
 
+_ANSWER = 500  # assumed tokens of a prompt with its answer
 Tokens = tuple[int, str]  # the number of tokens of training data, and how it was estimated
 
 
@@ -39,6 +40,8 @@ def assumed(config: TrainConfig, tokens_each: int = _TOKENS_EACH) -> Tokens:
     """Return the amount of data: that of shards, else assumed without reading it."""
     if config.data.shards:
         return sum(ShardReader(folder).tokens for folder in config.data.shards), "in the shards"
+    if config.data.prompts:
+        return _prompts(config)
     count = config.data.limit or _COUNT
     length = min(tokens_each, config.data.max_length)
     if config.data.is_self:
@@ -46,6 +49,15 @@ def assumed(config: TrainConfig, tokens_each: int = _TOKENS_EACH) -> Tokens:
         return most, f"conversations that the target writes first, in {self_file(config)}; set by --self-tokens"
     more = "" if config.data.limit else "; set by --limit"
     return count * length, f"{counted(count, 'conversation')} of {counted(length, 'token')}, assumed{more}"
+
+
+def _prompts(config: TrainConfig) -> Tokens:
+    """Return the amount of data of a run in which the target answers prompts; those of data sets are not counted."""
+    reading = prompt_config(config)
+    here = all(source.kind == "file" for source in reading.parsed)
+    count = sum(1 for _ in read_conversations(reading, "train")) if here else config.data.limit or _COUNT
+    about = f"{counted(count, 'prompt')} with answers of {_ANSWER:,}, assumed, and as many of older conversations"
+    return 2 * count * min(_ANSWER, config.data.max_length), about
 
 
 def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
@@ -86,6 +98,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
         "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
         f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
         "head": f"{kind.title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
+        **({"adapts": f"{config.head.adapt}, if the judge finds the result better"} if config.head.adapt else {}),
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",
         **_run_rows(config, tokens),
@@ -116,7 +129,7 @@ def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
     parts = f" in {step.accumulate} parts" if step.accumulate > 1 else ""
     dtype = str(pass_type(config)).rpartition(".")[2]
     return {
-        "data": ", ".join(config.data.shards or config.data.sources),
+        "data": ", ".join(config.data.shards or config.data.prompts or config.data.sources),
         "tokens": f"{tokens[0]:,}: {tokens[1]}",
         "run": f"{span}, {counted(step.rows, 'row')} of {step.length:,} tokens{parts}, in {dtype}",
     }
@@ -152,7 +165,8 @@ def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online:
     if measured is None:
         return "measured by a probe when the target is loaded"
     seconds = measured.seconds(tokens[0], config.optimization.epochs, online)
-    after = ", after the target has written the conversations" if config.data.is_self else ""
+    writes = config.data.is_self or config.data.prompts
+    after = ", after the target has written the conversations" if writes else ""
     return f"about {timedelta(minutes=1 + seconds // 60)} on this machine{after}: {measured}"
 
 

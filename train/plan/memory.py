@@ -116,7 +116,8 @@ def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
     config = resolve(given, target.hidden_size)
     kind = KINDS[config.head.kind]
     kind.check(target, config)
-    if (config.data.is_self or config.optimization.hours) and target.tokenizer is not None:
+    is_made = config.data.is_self or config.optimization.hours or (config.head.adapt and not config.data.replay)
+    if is_made and target.tokenizer is not None:
         steerable(target.tokenizer, MakeConfig().domains, target.name)
     head = kind.blank(target, config)
     choose_trained(head, config)

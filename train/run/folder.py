@@ -38,7 +38,7 @@ class Identity:
     target: str  # fingerprint of the target's weights and template
     data: str  # fingerprint of the samples' tokens
     processes: int = 1  # each process takes a part of every batch
-    adapted: str = ""  # hash of the head that the run adapts; empty if all weights are trained, and saved
+    adapted: str = ""  # hash of the head that the run adapts; empty if a run only begins with it, and saves all weights
 
 
 def data_fingerprint(data: TrainData) -> str:

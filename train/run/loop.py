@@ -18,13 +18,15 @@ from tqdm import tqdm
 
 from eagle_mlx import blas
 from eagle_mlx.command import Stopped
-from eagle_mlx.errors import EagleError
+from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.hub import public_name
+from eagle_mlx.paired import FEWEST
 from eagle_mlx.progress import counted
 from eagle_mlx.target import arrays_of
 
+from ..adaptation import Adaptation, copy_head
 from ..config import file_type, pass_type
 from ..data import Batches, Piece, Rows, TrainData, count_learned, public_settings
 from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
@@ -79,7 +81,7 @@ class Run:
         prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError if there are no batches.
         """
         self.config, self.watch = setup.config, setup.watch
-        self._setup, self.batches = setup, setup.batches(data)
+        self._setup, self.batches, self._adaptation = setup, setup.batches(data), setup.adaptation
         saved, target, measuring = setup.saved, setup.target, setup.config.evaluation
         if setup.head is None:
             self.head = new_head(target, data, self.config, begin=saved is None)
@@ -95,10 +97,15 @@ class Run:
         self.untrained, self.best = self._restore(saved) if saved else self._begin(seconds, times)
 
     def _begin(self, seconds: float, times: int) -> tuple[Acceptance, tuple[int, Acceptance]]:
-        if seconds and not self.config.evaluation.prompts:
+        if seconds and not (self.config.evaluation.prompts or self._adaptation):
             self._choose_evaluations(seconds, times)
         untrained = self._measure()
-        self._save_head(BEST, untrained)
+        self._save_head(BEST, untrained)  # if the head's layout cannot express it, the run ends here
+        if self._adaptation is not None:
+            if untrained.prompts < FEWEST:
+                usable = f"the answers to {untrained.left_out} of {untrained.prompts + untrained.left_out} prompts loop"
+                raise DataError(f"{usable}, but the judge needs {FEWEST} others; name more with --eval-data")
+            copy_head(self._adaptation.files.folder, self._setup.folder / BEST)
         return untrained, (0, untrained)
 
     def _restore(self, saved: RunCheckpoint) -> tuple[Acceptance, tuple[int, Acceptance]]:
@@ -251,14 +258,15 @@ class Run:
     def evaluate(self) -> Acceptance:
         """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved; the start loses a tie.
 
-        A larger τ on the same prompts is enough: waiting for a significant gain would keep early heads.
+        A larger τ on the same prompts is enough: waiting for a significant gain would keep early heads. An adapted head
+        is not chosen here: the judge compares the last one, on the same prompts.
         """
         measured = self._measure()
         self._save_head(LAST, measured)
         step, best = self.best
         if (gain := measured.gain_over(best)) is not None:
             tqdm.write(f"against the best head so far, of step {step}: {gain}")
-        if (measured.acceptance_length, True) > (best.acceptance_length, step > 0):
+        if self._adaptation is None and (measured.acceptance_length, True) > (best.acceptance_length, step > 0):
             self.best = (self.progress.step, measured)
             self._save_head(BEST, measured)
         return measured
@@ -272,7 +280,21 @@ class Run:
         if self._setup.target.adapter is not None:
             extra["adapter"] = self._setup.target.adapter.name
         target = public_name(self._setup.target.name)
-        kind_of(self.head).save(merged(self.head), self._setup.folder / name, target, extra, file_type(self.config))
+        head, folder = merged(self.head), self._setup.folder / name
+        if self._adaptation is None:
+            kind_of(self.head).save(head, folder, target, extra, file_type(self.config))
+        else:
+            self._adaptation.save(head, folder, target, extra, self.config)
+
+    def _judge(self, adaptation: Adaptation, last: Acceptance) -> dict[str, Any]:
+        """Judge the last head, which becomes the best one only if it is better than the original."""
+        folder = self._setup.folder
+        with self._setup.stop.immediate():
+            verdict = adaptation.judge(folder / LAST)
+        if verdict["taken"]:
+            copy_head(folder / LAST, folder / BEST)
+            self.best = (self.progress.step, last)
+        return verdict
 
     def save_state(self) -> None:
         due = self._next_eval or 0.0
@@ -295,7 +317,8 @@ class Run:
             return self.progress.step, every.steps
         if every.minutes:
             return self.watch.elapsed, 60 * every.minutes
-        return schedule.progress(self.progress.step, self.watch.elapsed), 1 / TIMES
+        # No measurement chooses an adapted head, so the start and the end are enough.
+        return schedule.progress(self.progress.step, self.watch.elapsed), math.inf if self._adaptation else 1 / TIMES
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes
@@ -312,9 +335,11 @@ class Run:
         with self._interruptible():
             last = last or self.evaluate()
             folder, tracker = self._setup.folder, self._setup.tracker
+            verdict = self._judge(self._adaptation, last) if self._adaptation is not None else None
             conversations, tokens = count_learned(batches.samples.lengths, learned)
             counts = {"learned_conversations": conversations, "learned_tokens": tokens}
             report = self._report(last, {**facts, **counts, "padding": round(batches.padding, 4)})
+            report["adapted"] = verdict
             write_plots(tracker.rows, folder)
             write_whole(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
             state.remove(folder)

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle_mlx.command import Stop, Stopped
-from eagle_mlx.errors import ConfigError, DataError, EagleError
+from eagle_mlx.errors import ConfigError, DataError, EagleError, HeadError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as head_kind
 from eagle_mlx.heads import load_head
@@ -22,6 +22,7 @@ from eagle_mlx.progress import progress_bar
 from eagle_mlx.setting import find
 from eagle_mlx.target import Target, digest_of, fingerprint
 
+from ..adaptation import Adaptation
 from ..config import TrainConfig, TrainSettings, flag
 from ..data import Batches, Examples, TrainData
 from ..distributed import SINGLE_PROCESS, World
@@ -50,7 +51,10 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
     """
     if not config.head.init_from:
         return None
-    loaded: Any = load_head(config.head.init_from, target)
+    try:
+        loaded: Any = load_head(config.head.init_from, target)
+    except HeadError as e:
+        raise HeadError(f"{config.head.init_from}: {e} Name its target, or train a new head") from e
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
         raise ConfigError(
@@ -241,6 +245,7 @@ class Setup:
     workers: Workers
     watch: Stopwatch
     saved: RunCheckpoint | None  # the state of an interrupted run, which continues
+    adaptation: Adaptation | None = None  # if the run adapts a head, which the result must beat
 
     def batches(self, data: TrainData) -> Batches:
         """Return the batches of this data. Raises DataError if there are none."""
@@ -262,6 +267,7 @@ def set_up(
     world: World = SINGLE_PROCESS,
     watch: Stopwatch | None = None,
     claimed: Path | None = None,
+    adaptation: Adaptation | None = None,
 ) -> Iterator[Setup]:
     """Yield what a run needs that writes to `config.run.output`.
 
@@ -276,7 +282,7 @@ def set_up(
     check_incomplete(resume)
     place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
     with stop.listening(), place as folder:
-        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
+        adapted = digest_of(head) if head is not None and (config.head.lora_rank or adaptation) else ""
         identity = Identity(config, fingerprint(target), data, world.size, adapted)
         if resume:
             check_same(folder, identity)
@@ -284,4 +290,4 @@ def set_up(
         saved = state.newest(folder, tqdm.write) if resume else None
         tracking = Tracker(folder, config, saved.state.progress.step if saved else None)
         with tracking as tracker, contextlib.closing(Workers(world, stop)) as workers:
-            yield Setup(target, config, head, folder, tracker, stop, workers, watch or Stopwatch(), saved)
+            yield Setup(target, config, head, folder, tracker, stop, workers, watch or Stopwatch(), saved, adaptation)
