@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_mlx.paired import Decoded, conversations_for, gain_of, t_quantile, tau, tau_interval
+from eagle_mlx.paired import Decoded, Gain, conversations_for, gain_of, t_quantile, tau, tau_interval
 from tests.full import in_full
 
 TRIALS = 200
@@ -112,3 +112,19 @@ def test_the_number_of_conversations_falls_with_the_square_of_the_gain() -> None
     assert conversations_for(0.06, 0.1) < conversations_for(0.03, 0.1) / 3
     assert conversations_for(0.0, 0.1) == conversations_for(0.01, 0.1), "nobody looks for less than 1 %"
     assert conversations_for(10.0, 0.1) == 6
+
+
+@pytest.mark.parametrize(
+    ("gain", "advice"),
+    [
+        (
+            Gain(0.02, -0.01, 0.05, "not told apart", 40, 95),
+            "about 55 prompts more would tell a difference of 2.0%",
+        ),
+        (Gain(0.02, -0.01, 0.05, "not told apart", 40, 40), "a difference of 2.0% would probably have been told"),
+        (Gain(0.001, -0.01, 0.02, "not told apart", 40, 95), "more would tell a difference of 1.0%"),
+        (Gain(0.02, None, None, "not told apart", 5, None), "give at least 6 prompts"),
+    ],
+)
+def test_what_to_do_if_they_are_not_told_apart(gain: Gain, advice: str) -> None:
+    assert advice in gain.advice

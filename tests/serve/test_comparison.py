@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.heads.eagle3 import save_eagle3
-from eagle_mlx.paired import Gain
-from eagle_mlx.serve import comparison
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.heads import main as heads
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -53,22 +51,6 @@ def test_the_figures_are_those_of_eagle_bench_to_the_last_digit(
     assert f"B is {written['verdict']}" in shown
     assert [head["name"] for head in written["heads"]] == pair
     assert len({head["sha256"] for head in written["heads"]}) == 2
-
-
-@pytest.mark.parametrize(
-    ("gain", "advice"),
-    [
-        (
-            Gain(0.02, -0.01, 0.05, "not told apart", 40, 95),
-            "about 55 prompts more would tell a difference of 2.0%",
-        ),
-        (Gain(0.02, -0.01, 0.05, "not told apart", 40, 40), "a difference of 2.0% would probably have been told"),
-        (Gain(0.001, -0.01, 0.02, "not told apart", 40, 95), "more would tell a difference of 1.0%"),
-        (Gain(0.02, None, None, "not told apart", 5, None), "give at least 6 prompts"),
-    ],
-)
-def test_what_to_do_if_they_are_not_told_apart(gain: Gain, advice: str) -> None:
-    assert advice in comparison.advice(gain)
 
 
 def test_what_cannot_be_compared_is_one_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
