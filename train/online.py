@@ -39,6 +39,7 @@ class OnlineTrainer:
         batches = {"rows": ROWS, "length": LENGTH, "unroll": unroll, "lanes": 1, "seed": seed}
         given = TrainConfig.of(head=kind_of(head).name, init_from="the serving head", **batches)
         self._config = resolve(given, target.hidden_size)
+        kind_of(head).mismatches(head, self._config)  # refuses heads that cannot be trained
         self._target, self._head = target, to_train(head, target, self._config)
         self._stepper = Stepper(self._head, target, self._config)
         self._rng = np.random.default_rng(seed)

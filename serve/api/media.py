@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_serializer
+from pydantic import BaseModel, ConfigDict, field_validator, model_serializer
 
 from eagle_mlx.errors import PromptError
 from eagle_mlx.vision.images import data_of
@@ -19,6 +19,13 @@ from ..chat.history import PARAGRAPH
 from .errors import ApiError
 
 
+_MEDIA = re.compile(
+    r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
+    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
+    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
+)
+
+
 class Media(BaseModel):
     """An image, a sound, a document, or what a tool of another server did."""
 
@@ -28,6 +35,14 @@ class Media(BaseModel):
     kind: str
     source: str | None = None
     """The URL of an image; None for all else."""
+
+    @field_validator("kind")
+    @classmethod
+    def is_read_again(cls, kind: str) -> str:
+        """Refuse what a client makes up: stored items are read again by their kind."""
+        if not _MEDIA.fullmatch(kind):
+            raise ValueError("this is no kind of image, sound, document or tool")
+        return kind
 
     @property
     def note(self) -> str:
@@ -40,11 +55,6 @@ class Media(BaseModel):
         return {"type": self.kind, **({"image_url": self.source} if self.source else {})}
 
 
-_MEDIA = re.compile(
-    r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
-    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
-    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
-)
 _IMAGES = ("image", "image_url", "input_image")  # in Anthropic's API, and in OpenAI's two
 
 

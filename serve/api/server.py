@@ -57,6 +57,9 @@ def add_schema(app: FastAPI) -> None:
         named, shared = models_json_schema(
             [(kind, "validation") for kind in _BODIES.values()], ref_template="#/components/schemas/{model}"
         )
+        if not app.state.models.settings.strict_fields:  # unknown fields are ignored
+            for shape in shared["$defs"].values():
+                shape.pop("additionalProperties", None)
         components |= shared["$defs"]
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}

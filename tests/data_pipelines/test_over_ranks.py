@@ -24,15 +24,15 @@ def test_conversations_are_made_and_answered_alike(shard: str, architecture: str
     make = ["make", *target, "--rows", "5", "--max-tokens", "8", "--user-tokens", "40", "--batch", "3"]
     assert cli.main([*make, "--output", str(made)]) == 0
     if FULL or shard == "tensor":
-        states = ["--capture", str(tmp_path / "shards")] if shard == "tensor" else []
-        [said, nothing] = printed(2, tmp_path, MODULE, *make, "--output", str(shared), *states, "--shard", shard)
+        [said, nothing] = printed(2, tmp_path, MODULE, *make, "--output", str(shared), "--shard", shard)
         assert "5 conversations of " in said
         assert nothing == ""
         assert shared.read_bytes() == made.read_bytes()
     if shard == "tensor":
-        assert len(ShardReader(tmp_path / "shards")) == len(
-            [c for c in read_conversations(DataConfig((str(made),)), "all") if not c.is_held_out]
-        )
+        shards = str(tmp_path / "shards")
+        collect = ["collect", *target, "--data", str(made), "--max-length", "64", "--output", shards]
+        printed(2, tmp_path, MODULE, *collect, "--shard", shard)
+        assert len(ShardReader(Path(shards))) == len(list(read_conversations(DataConfig((str(made),)), "train")))
     if not FULL and shard == "tensor":
         return
     answered, both = tmp_path / "answered.jsonl", tmp_path / "both.jsonl"

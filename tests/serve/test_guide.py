@@ -83,7 +83,7 @@ def test_the_example_with_tools(calling: Live, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_the_examples_with_curl(serving: Live) -> None:
-    (example,) = blocks("sh")
+    (example,) = [block for block in blocks("sh") if ADDRESS in block]
     shell = example.replace(ADDRESS, serving.base).replace("curl ", "curl -sS --fail-with-body ")
     done = subprocess.run(["bash", "-ec", shell], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,7 +103,7 @@ def test_the_guide_lists_the_existing_metrics(serving: Live) -> None:
     text = serving.http.get("/metrics").text
     there = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"^([\w:]+)", text, re.MULTILINE)}
     named = set(re.findall(r"`((?:vllm|eagle):\w+)", section("Metrics").split("\nτ is")[0]))
-    assert named == there
+    assert {name for name in named if not name.startswith("eagle:learn_")} == there, "this server does not learn"
 
 
 def test_the_guide_lists_the_existing_limits(serving: Live) -> None:

@@ -241,6 +241,14 @@ def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
+def test_items_that_could_not_be_read_again_are_refused(server: Live) -> None:
+    item = {"type": "media", "kind": "Ö"}
+    assert server.http.post(URL, json={"input": [item, *USER]}).status_code == 400
+    for kept in ({**item, "kind": "image"}, {"type": "input_image", "image_url": "x"}):
+        first = ask(server, input=[kept, *USER], max_output_tokens=2)
+        assert ask(server, input="go on", previous_response_id=first["id"], max_output_tokens=2)["status"]
+
+
 def test_responses_that_are_not_stored_are_not_found() -> None:
     with live(settings=wide(Limits(responses=2))) as server:
         ids = [ask(server, input="x", max_output_tokens=1)["id"] for _ in range(3)]

@@ -44,7 +44,7 @@ def test_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 )
 def test_a_message_of_many_blocks_takes_linear_time(add: Callable[[Turns, str], None]) -> None:
     def join(count: int) -> None:
-        conversation = Turns()
+        conversation = Turns("messages[0]")
         for _ in range(count):
             add(conversation, "abcdefgh")
         assert len(conversation.messages) == 1
