@@ -18,7 +18,6 @@ from .. import log_once
 from ..chat.history import PARAGRAPH
 from .errors import ApiError
 
-
 _MEDIA = re.compile(
     r"(input_)?(document|image|audio|video|file)(_url)?|search_result|tool_reference|container_upload"
     r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
