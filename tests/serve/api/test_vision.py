@@ -187,8 +187,9 @@ def test_placeholders_in_texts_mean_no_image(seeing: Live) -> None:
     assert "does not write each image once" in message_of(post(seeing, CHAT, spoofed))
 
 
-def test_images_beyond_the_context_are_refused(seeing: Live) -> None:
+def test_images_beyond_the_context_are_refused(seeing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seeing.service.loaded is not None
-    context = seeing.service.loaded.target.context_length
+    context = 512
+    monkeypatch.setattr(seeing.service.loaded.target, "context_length", context)
     turns = [user(shown(CHAT, A), text(CHAT, "word " * (context - 15)))]
     assert "maximum context length" in message_of(post(seeing, CHAT, turns))
