@@ -18,6 +18,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.paired import Gain
 from eagle_mlx.serve.learning import learner as learning
+from eagle_mlx.serve.learning import texts
 from eagle_mlx.serve.learning.drift import DriftDetector
 from eagle_mlx.serve.learning.learner import Learner
 from eagle_mlx.serve.learning.options import LearnOptions
@@ -28,14 +29,15 @@ from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
-PARAMS = em.SamplingParams(max_tokens=20)
+PARAMS = em.SamplingParams(max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten a cycle: what it decides does not depend on its size."""
-    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 1, "LEAST_JUDGED": 6, "MOST_JUDGED": 8}.items():
+    for name, value in {"CYCLE_TOKENS": 100, "PASSES": 1, "LEAST_JUDGED": 4, "MOST_JUDGED": 5}.items():
         monkeypatch.setattr(learning, name, value)
+    monkeypatch.setattr(texts, "HELD_OUT", 3)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ class World:
         self.serving = em.HeadProposer(loaded)
         self.learner = Learner(LearnOptions(folder=folder, **settings), target, self.serving, speculation)
         self.engine = em.Engine(
-            target, self.serving, policy=em.FixedPolicy(depth), collector=self.learner.collector, max_batch=16
+            target, self.serving, policy=em.FixedPolicy(depth), collector=self.learner.collector, max_batch=64
         )
         self.rng = np.random.default_rng(0)
 
@@ -95,15 +97,17 @@ def world(target: Target, head: Path, folder: Path, **settings: Any) -> Iterator
 
 
 def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
-    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"CYCLE_TOKENS": 600, "PASSES": 6, "MOST_JUDGED": 40}.items():
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 6, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
+    target, head = tiny_target(layers=3, vocab=32), tmp_path / "head"
+    save_eagle3(tiny_head(target), head, target_name="tiny")
     with world(target, head, tmp_path / "learned") as first:
         fresh = first.prompts(24)
         before = first.tau(fresh)
-        for _ in range(in_full(6, 2)):
-            first.serve(120)
+        for _ in range(in_full(6, 1)):
+            first.serve(60)
             first.work()
         after, version = first.tau(fresh), first.learner.versions.serving
         texts = len(first.learner.texts.all)
@@ -119,13 +123,13 @@ def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
 def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_path: Path) -> None:
     """Pieces of work between all steps, at any share, and versions that change in the middle of answers."""
     rng = np.random.default_rng(1)
-    prompts = rng.integers(0, target.vocab_size, (60, 6)).tolist()
-    params = [em.SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=20) for at in range(len(prompts))]
+    prompts = rng.integers(0, target.vocab_size, (30, 6)).tolist()
+    params = [em.SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=12) for at in range(len(prompts))]
     expected = [output.tokens for output in em.Engine(target, max_batch=8).generate(prompts, params)]
     with world(target, head, tmp_path / "learned") as learned:
         learned.engine.max_batch = 8
         requests = [learned.engine.prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        learned.serve(60)
+        learned.serve(30)
         for request in requests:
             learned.engine.submit(request)
         while not learned.engine.idle:
@@ -147,7 +151,7 @@ def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float) -> None
 
     monkeypatch.setattr("eagle_mlx.judge.gain_of", lambda *_: gain_of())
     monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(0.0, -0.01, 0.01, "not told apart", 6, 12))
-    world.serve(60)
+    world.serve(30)
     world.work()
 
 
@@ -174,7 +178,7 @@ def test_a_candidate_that_costs_older_conversations_does_not_take_over(
     with world(target, head, tmp_path / "learned") as learned:
         judged(learned, monkeypatch, 0.1)
         monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(-0.03, -0.1, 0.04, "not told apart", 6, 12))
-        learned.serve(60)
+        learned.serve(30)
         learned.work()
         assert [event.outcome for event in learned.learner.versions.events] == ["took over", "not better"]
         assert learned.learner.versions.serving == 1
@@ -183,7 +187,7 @@ def test_a_candidate_that_costs_older_conversations_does_not_take_over(
 def test_one_prompt_again_and_again_teaches_nothing(target: Target, head: Path, tmp_path: Path) -> None:
     with world(target, head, tmp_path / "learned") as learned:
         [prompt] = learned.prompts(1)
-        learned.engine.generate([prompt] * 200, PARAMS)
+        learned.engine.generate([prompt] * 40, PARAMS)
         assert learned.work() == 1
         assert len(learned.learner.texts.all) == 8
         learned.engine.generate([[7] * 40] * 3, em.SamplingParams(max_tokens=200))  # texts that loop
@@ -199,11 +203,11 @@ def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance
         judged(learned, monkeypatch, -0.1)
         judged(learned, monkeypatch, -0.1)
         steps = learned.learner.steps
-        learned.serve(60)
+        learned.serve(30)
         learned.work()
         assert learned.learner.steps == steps
         learned.learner.collector.accepted.extend([(30, 10)] * 50 + [(12, 10)] * 50)
-        learned.serve(40)
+        learned.serve(30)
         learned.work()
         assert learned.learner.steps > steps
 
@@ -223,7 +227,7 @@ def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
         before = learned.tau(fresh)
         monkeypatch.setattr(learning, "draft_along", lambda *_: 1 / 0)
         for _ in range(4):
-            learned.serve(60)
+            learned.serve(30)
             learned.work()
         assert learned.tau(fresh) == before
         assert not learned.learner.pending
@@ -242,11 +246,9 @@ def test_a_version_of_every_kind_takes_the_place_of_the_first(kind: str, bits: i
     made.attach(target)
     kind_of(made).save(made, tmp_path / "head", "tiny", {})
     with world(target, tmp_path / "head", tmp_path / "learned", head_bits=bits) as learned:
-        learned.serve(60)
         fresh = learned.prompts(4)
         first = learned.engine.generate(fresh, em.SamplingParams(max_tokens=8, learn=False))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(learning, "LEAST_JUDGED", 4)
             judged(learned, patch, 0.1)
         assert learned.learner.versions.serving == 1, kind
         second = learned.engine.generate(fresh, em.SamplingParams(max_tokens=8, learn=False))
