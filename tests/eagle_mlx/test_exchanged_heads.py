@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 import eagle_mlx as em
@@ -11,10 +13,16 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target
+from tests.full import diagonal
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
-PARAMS = [em.SamplingParams(max_tokens=30), em.SamplingParams(temperature=1.0, seed=3, max_tokens=30)]
-POLICIES = [em.FixedPolicy(3), em.FixedPolicy(4, 8)]
+PARAMS = {
+    "greedy": em.SamplingParams(max_tokens=20),
+    "seeded": em.SamplingParams(temperature=1.0, seed=3, max_tokens=20),
+}
+POLICIES = {"chains": em.FixedPolicy(3), "trees": em.FixedPolicy(4, 8)}
+EXCHANGES = 3
+WAYS = list(product(PARAMS, POLICIES))
 
 
 def pair(kind: str, target: Target) -> tuple[em.HeadProposer, em.HeadProposer]:
@@ -26,14 +34,25 @@ def pair(kind: str, target: Target) -> tuple[em.HeadProposer, em.HeadProposer]:
     return first, second
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["chains", "trees"])
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded"])
-@pytest.mark.parametrize("kind", heads.ALL)
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(vocab=48)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target) -> dict[str, list[list[int]]]:
+    """Return the texts without drafts."""
+    return {
+        name: [output.tokens for output in em.Engine(target).generate(PROMPTS, params)]
+        for name, params in PARAMS.items()
+    }
+
+
+@pytest.mark.parametrize(("kind", "way"), diagonal(heads.ALL, WAYS))
 def test_texts_stay_when_the_head_changes_in_the_middle(
-    kind: str, params: em.SamplingParams, policy: em.FixedPolicy
+    kind: str, way: tuple[str, str], target: Target, expected: dict[str, list[list[int]]]
 ) -> None:
-    target = tiny_target(vocab=48)
-    expected = [output.tokens for output in em.Engine(target).generate(PROMPTS, params)]
+    params, policy = PARAMS[way[0]], POLICIES[way[1]]
     serving, other = pair(kind, target)
     collector = Collector(serving.head.named_layers, target.num_layers - 1, 1 << 20)
     engine = em.Engine(target, em.HybridProposer(serving), policy=policy, collector=collector, max_batch=3)
@@ -43,27 +62,25 @@ def test_texts_stay_when_the_head_changes_in_the_middle(
     exchanges = 0
     while not engine.idle:
         engine.step()
-        if exchanges < 3 and len(requests[0].tokens) > 6 * (exchanges + 1):
+        if exchanges < EXCHANGES and len(requests[0].tokens) > 4 * (exchanges + 1):
             serving.exchange(other)
             exchanges += 1
-    assert exchanges == 3
-    assert [request.tokens for request in requests] == expected
+    assert exchanges == EXCHANGES
+    assert [request.tokens for request in requests] == expected[way[0]]
     assert sorted(example.tokens.tolist() for example in collector.take()) == sorted(
-        [*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)
+        [*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected[way[0]], strict=True)
     )
 
 
 @pytest.mark.parametrize("kind", heads.ALL)
-def test_new_requests_are_drafted_by_the_new_head(kind: str) -> None:
-    target = tiny_target(vocab=48)
-
+def test_new_requests_are_drafted_by_the_new_head(kind: str, target: Target) -> None:
     def rounds(engine: em.Engine) -> list[list[int]]:
-        outputs = engine.generate(PROMPTS, em.SamplingParams(temperature=2.0, seed=5, max_tokens=40))
+        outputs = engine.generate(PROMPTS, em.SamplingParams(temperature=2.0, seed=5, max_tokens=24))
         return [output.accepted_by_position for output in outputs]
 
     serving, other = pair(kind, target)
-    fresh = rounds(em.Engine(target, other, policy=POLICIES[0]))
-    engine = em.Engine(target, serving, policy=POLICIES[0])
+    fresh = rounds(em.Engine(target, other, policy=POLICIES["chains"]))
+    engine = em.Engine(target, serving, policy=POLICIES["chains"])
     former = rounds(engine)
     serving.exchange(other)
     assert rounds(engine) == fresh != former
@@ -71,8 +88,7 @@ def test_new_requests_are_drafted_by_the_new_head(kind: str) -> None:
     assert rounds(engine) == former
 
 
-def test_a_head_of_another_shape_is_refused() -> None:
-    target = tiny_target(vocab=48)
+def test_a_head_of_another_shape_is_refused(target: Target) -> None:
     proposers = [em.HeadProposer(tiny_head(target, draft_vocab=size)) for size in (None, 16)]
     for proposer in proposers:
         proposer.bind(target)
