@@ -14,8 +14,14 @@ from eagle_mlx.policy import Policy
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target
+from tests.full import diagonal
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(vocab=48)
 
 
 def collector_for(target: Target, head: DraftHead, nbytes: int = 1 << 20, **more: object) -> Collector:
@@ -41,14 +47,12 @@ def check(example: Example, target: Target, layers: tuple[int, ...], text: list[
     np.testing.assert_allclose(there, here, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", heads.ALL)
-@pytest.mark.parametrize("max_batch", [1, 3])
-def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: int) -> None:
-    target = tiny_target(vocab=48)
+@pytest.mark.parametrize(("kind", "max_batch"), diagonal(heads.ALL, [3, 1]))
+def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: int, target: Target) -> None:
     head = heads.ALL[kind](target)
     collector = collector_for(target, head)
     outputs = engine_with(target, collector, head, max_batch=max_batch).generate(
-        PROMPTS, em.SamplingParams(max_tokens=24)
+        PROMPTS, em.SamplingParams(max_tokens=16)
     )
     examples = {tuple(example.tokens.tolist()): example for example in collector.take()}
     assert collector.nbytes == 0
@@ -59,8 +63,7 @@ def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: i
     assert not examples
 
 
-def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape() -> None:
-    target = tiny_target(vocab=48)
+def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape(target: Target) -> None:
     layers, prompt = (0, 2, 3), list(range(10, 40))
     collector = Collector(layers[:-1], layers[-1], 1 << 20)
     em.Engine(target, policy=em.FixedPolicy(0), collector=collector).generate(prompt, em.SamplingParams(max_tokens=8))
@@ -71,8 +74,7 @@ def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape() -> Non
     assert np.array_equal(example.states.whole[: len(prompt) - 1], expected[:-1])
 
 
-def test_a_text_after_a_prefix_begins_where_the_target_read_on() -> None:
-    target = tiny_target(vocab=48)
+def test_a_text_after_a_prefix_begins_where_the_target_read_on(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head)
     engine = engine_with(target, collector, head, prefix_cache_bytes=1 << 20)
@@ -86,8 +88,7 @@ def test_a_text_after_a_prefix_begins_where_the_target_read_on() -> None:
     assert example.loss_mask.sum() == len(output.tokens)
 
 
-def test_a_paused_request_is_collected_without_gaps() -> None:
-    target = tiny_target(vocab=48)
+def test_a_paused_request_is_collected_without_gaps(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head)
     engine = engine_with(target, collector, head, max_batch=2)
@@ -105,8 +106,7 @@ def test_a_paused_request_is_collected_without_gaps() -> None:
         check(examples[tuple(request.text)], target, head.named_layers)
 
 
-def test_a_request_that_opts_out_or_fails_is_not_collected() -> None:
-    target = tiny_target(vocab=48)
+def test_a_request_that_opts_out_or_fails_is_not_collected(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head)
     engine = engine_with(target, collector, head)
@@ -120,8 +120,7 @@ def test_a_request_that_opts_out_or_fails_is_not_collected() -> None:
     assert example.tokens.tolist()[: len(PROMPTS[1])] == PROMPTS[1]
 
 
-def test_what_must_not_be_kept_is_left_out() -> None:
-    target = tiny_target(vocab=48)
+def test_what_must_not_be_kept_is_left_out(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head, keeps=lambda tokens: 13 not in tokens)
     engine_with(target, collector, head).generate(PROMPTS[2], em.SamplingParams(max_tokens=4))
@@ -129,8 +128,7 @@ def test_what_must_not_be_kept_is_left_out() -> None:
     assert collector.left_out == 1
 
 
-def test_long_texts_and_many_texts_need_bounded_memory() -> None:
-    target = tiny_target(vocab=48)
+def test_long_texts_and_many_texts_need_bounded_memory(target: Target) -> None:
     head = tiny_head(target)
     width = 2 * target.hidden_size * (len(head.named_layers) + 1)
     collector = collector_for(target, head, nbytes=50 * width, context=8, most=20)
@@ -145,8 +143,7 @@ def test_long_texts_and_many_texts_need_bounded_memory() -> None:
     check(examples[-1], target, head.named_layers, [*prompt, *output.tokens][: 28 + 21])
 
 
-def test_the_turns_of_a_conversation_have_the_same_key() -> None:
-    target = tiny_target(vocab=48)
+def test_the_turns_of_a_conversation_have_the_same_key(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head)
     engine = engine_with(target, collector, head)
