@@ -119,7 +119,7 @@ with claim(Path(sys.argv[1]), {}):
 def test_a_killed_process_leaves_a_whole_head(tmp_path: Path) -> None:
     """At moments spread over the time of a version: the version that the log names loads, and is that version."""
     folder, target = tmp_path / "learned", tiny_target()
-    for moment in range(in_full(20, 5)):
+    for moment in range(in_full(20, 2)):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         began = int(writer.stdout.readline())
@@ -128,7 +128,7 @@ def test_a_killed_process_leaves_a_whole_head(tmp_path: Path) -> None:
             pass
         took = (time.monotonic() - after) / 2
         try:
-            writer.wait(timeout=took * moment / 5)
+            writer.wait(timeout=took * moment / in_full(5, 2))
         except subprocess.TimeoutExpired:
             writer.kill()
         writer.wait()
