@@ -193,8 +193,11 @@ LONG = "def median(values):\n    # " + "sorted values " * 8
 
 @pytest.mark.parametrize(
     ("kind", "drafter"),
-    [("mistral3", "a draft model"), ("qwen3_vl", "EAGLE-3")]
-    + in_full([("mistral3", "nothing"), ("mistral3", "EAGLE-3")], []),
+    [
+        *in_full([("mistral3", "nothing"), ("mistral3", "EAGLE-3")], []),
+        ("mistral3", "a draft model"),
+        ("qwen3_vl", "EAGLE-3"),
+    ],
 )
 def test_the_prefix_cache_distinguishes_images(
     kind: str, drafter: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
