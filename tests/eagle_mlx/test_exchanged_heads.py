@@ -48,7 +48,9 @@ def expected(target: Target) -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize(("kind", "way"), diagonal(heads.ALL, WAYS))
+@pytest.mark.parametrize(
+    ("kind", "way"), diagonal(heads.ALL, WAYS), ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
 def test_texts_stay_when_the_head_changes_in_the_middle(
     kind: str, way: tuple[str, str], target: Target, expected: dict[str, list[list[int]]]
 ) -> None:
