@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from eagle_mlx.serve.learning.texts import Texts
 from eagle_mlx.serve.learning.versions import Event, Versions, claim
 from eagle_mlx.shards import ShardMeta
 from tests.fakes import tiny_head, tiny_target
+from tests.forks import Fork
 from tests.full import in_full
 
 META = ShardMeta("tiny", 4, 100, (0, 1))
@@ -106,11 +108,11 @@ import sys
 from pathlib import Path
 from tests.serve.test_learned_folder import claim, event, save
 from eagle_mlx.serve.learning.versions import Versions
-with claim(Path(sys.argv[1]), {}):
+with claim(Path(sys.argv[1]), {}), open(sys.argv[2], "w") as begun:
     versions = Versions(Path(sys.argv[1]))
     while True:
         version = versions.latest + 1
-        print(version, flush=True)
+        print(version, file=begun, flush=True)
         save(versions, version)
         versions.take_over(event(version))
 """
@@ -118,20 +120,20 @@ with claim(Path(sys.argv[1]), {}):
 
 def test_a_killed_process_leaves_a_whole_head(tmp_path: Path) -> None:
     """At moments spread over the time of a version: the version that the log names loads, and is that version."""
-    folder, target = tmp_path / "learned", tiny_target()
+    folder, target, pipe = tmp_path / "learned", tiny_target(), tmp_path / "begun"
+    os.mkfifo(pipe)
     for moment in range(in_full(20, 2)):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        began = int(writer.stdout.readline())
-        after = time.monotonic()
-        while int(writer.stdout.readline()) < began + 2:
-            pass
-        took = (time.monotonic() - after) / 2
-        try:
-            writer.wait(timeout=took * moment / in_full(5, 2))
-        except subprocess.TimeoutExpired:
+        writer = Fork("-c", WRITER, str(folder), str(pipe))
+        with pipe.open() as begun:
+            began = int(begun.readline())
+            after = time.monotonic()
+            while int(begun.readline()) < began + 2:
+                pass
+            took = (time.monotonic() - after) / 2
+            with suppress(TimeoutExpired):
+                writer.wait(timeout=took * moment / in_full(5, 2))
             writer.kill()
-        writer.wait()
+            writer.wait()
         with claim(folder, {}):
             versions = Versions(folder)
             assert versions.serving >= began + 1
