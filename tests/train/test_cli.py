@@ -17,9 +17,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.publish.bundle import read_source
 from eagle_mlx.train.publish.card import of_training
 from eagle_mlx.train.report import PICTURES
-from eagle_mlx.train.run import loop
 from tests.fakes import tiny_target_folder
-from tests.train.empty_pictures import leave_empty_pictures
 
 SMALL = [
     *("--length", "64", "--max-length", "64", "--rows", "2", "--unroll", "2", "--draft-vocab", "512"),
@@ -64,7 +62,6 @@ def test_the_files_of_a_run(
     assert run(target, chats, out, "--max-steps", "1") == 2
     assert "exists already" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text()) == report, "what was there is kept"
-    monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
     assert run(target, chats, out, "--max-steps", "1", "--overwrite", "--wandb") == 0
     assert json.loads((out / "report.json").read_text())["steps"] == 1
     assert list(out.glob("wandb/offline-run-*"))
