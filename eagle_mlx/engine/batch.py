@@ -210,7 +210,7 @@ class Batch:
             return self._no_draft()
         by = self.proposer.name
         try:
-            draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
+            draft = self.state.draft(plan, self.sampling, self.cache.lengths.positions(1)[:, 0] + 1)
         except Exception:
             if not all(request.counts.draft_failures for request in self.requests):  # once for each request
                 log.exception("the proposer %r raised; its %d rows are read again for it", by, len(self.requests))
@@ -233,7 +233,7 @@ class Batch:
         """Verify a draft with the processed logits [B, n+1, V] and the requests' sampling settings."""
         if draft.tree is not None:
             return self._verify_tree(logits, draft, draft.tree)
-        positions = self._positions(logits.shape[1])
+        positions = self.cache.lengths.positions(logits.shape[1]) + 1
         return verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
 
     def _verify_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
@@ -256,9 +256,6 @@ class Batch:
         self.cache.advance(1 if width == 1 else verdict.accepted + 1, at_most=width)
         if self.processors:
             self.processors.commit(verdict)
-
-    def _positions(self, count: int) -> mx.array:
-        return self.cache.lengths.positions(count) + 1
 
     def _checkpoint(self) -> Callable[[], None]:
         """Return a function that undoes all that a round changes from now on."""
@@ -355,8 +352,8 @@ class Round:
     aux: tuple[mx.array, ...]  # hidden states of the proposer's aux layers at the answer's tokens, each [B, n+1, H]
     logprobs: Logprobs | None
     drafters: Sequence[Drafter | None]
-    draft_seconds: float | None = None  # seconds of drafting, if measured
-    forced: Sequence[bool] = ()  # as in `RoundResult`
+    draft_seconds: float | None  # seconds of drafting, if measured
+    forced: Sequence[bool]  # as in `RoundResult`, of each row
 
     def collect(self) -> RoundResult:
         """Wait for the round and give every request its tokens. Only here does the host read from the device. The
@@ -367,14 +364,13 @@ class Round:
         emitted = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]
         steps = nodes[0] if nodes else [[]] * len(accepted)
         paths = [[node - 1 for node in row[1 : count + 1]] for row, count in zip(steps, accepted, strict=True)]
-        batch.cache.keep(paths, [request.length for request in requests])
-        logprobs = self.logprobs.read(emitted) if self.logprobs else {}
         starts, taken = [request.length for request in requests], []
+        batch.cache.keep(paths, starts)
+        logprobs = self.logprobs.read(emitted) if self.logprobs else {}
         for index, request in enumerate(requests):
             if nan[index] in _NAN_ERRORS:
                 request.fail(_NAN_ERRORS[nan[index]])
-            forced = any(self.forced[index : index + 1])
-            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ()), forced))
+            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ()), self.forced[index]))
             if nan[index] == NaN.REJECTED:
                 batch.cache.zero(index, request.length)
         if self.draft.tokens.shape[1]:

@@ -27,6 +27,7 @@ from eagle_mlx.plan import PREFILL_CHUNK, PREFILL_MS, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers import ProposerLike, as_proposer
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Chunk, Output, Prompt, is_prompt, make_request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter, SamplingParams
@@ -51,6 +52,14 @@ class EngineSnapshot:
     @property
     def requests(self) -> list[RequestState]:
         return [*chain(*self.groups), *self.prefilling, *self.waiting]
+
+
+def _bound(proposer: ProposerLike, target: Target) -> Proposer:
+    """Return a proposer that is bound to the target. Raises early if the target has no hidden states for it."""
+    bound = as_proposer(proposer)
+    bound.bind(target)
+    target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), bound.aux_layers)  # evaluates nothing
+    return bound
 
 
 def _loaded(target: object) -> Target:
@@ -113,17 +122,13 @@ class Engine:
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
         target = _loaded(target)
-        proposer = None if proposer is None else as_proposer(proposer)
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
         check_cacheable(target.model, max_batch, kv_bits)
-        if proposer is not None:
-            proposer.bind(target)
-            # This raises early if hidden states are unavailable. Nothing is evaluated.
-            target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
+        proposer = None if proposer is None else _bound(proposer, target)
         self.target, self.proposer = target, proposer
         self.max_batch, self.drafter, self.observer = max_batch, drafter, observer
         """You may change these between steps."""
-        self.prefill_chunk, self.kv_bits, self.exact = prefill_chunk, kv_bits, exact
+        self.prefill_chunk, self.kv_bits, self.exact, self.collector = prefill_chunk, kv_bits, exact, collector
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
@@ -135,7 +140,6 @@ class Engine:
         positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
         self.wants_boundaries = self.prefixes is not None and not positional
         """Whether `prepare` has a use for boundaries."""
-        self.collector = collector
         self.admission = Admission(
             target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms, collector
         )
