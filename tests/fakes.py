@@ -29,7 +29,7 @@ from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine import Engine
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, save_eagle3
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.request import Output
@@ -151,6 +151,13 @@ def tiny_target_folder(
     config = {**tiny_config(layers, hidden, 4096), "eos_token_id": [2, 0]}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": architecture}))
     return folder
+
+
+def target_with_two_heads(folder: Path) -> None:
+    """Write a random model to `target`, and two random heads of it to `head0` and `head1`."""
+    tiny_target_folder(folder / "target")
+    for seed in (0, 1):
+        save_eagle3(tiny_head(tiny_target(tokenizer=True), seed), folder / f"head{seed}", target_name="tiny")
 
 
 def talking_target_folder(folder: Path, seed: int = 0, architecture: str = "qwen3") -> Path:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from eagle_mlx import hub, load_target
-from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.certificate import Acceptance, read_certificate
 from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.target import fingerprint
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import target_with_two_heads
 
 COUNT = 8
 TOKENS = 6
@@ -26,9 +25,7 @@ TOKENS = 6
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a random target, a head with a certificate, another head, and prompts of two categories."""
     folder = tmp_path_factory.mktemp("models")
-    tiny_target_folder(folder / "target")
-    for seed in (0, 1):
-        save_eagle3(tiny_head(tiny_target(tokenizer=True), seed), folder / f"head{seed}", target_name="tiny")
+    target_with_two_heads(folder)
     rows = [{"turns": [f"def number_{at}(x):"], "category": ("math", "code")[at % 2]} for at in range(COUNT)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert heads(arguments(folder, folder / "head0")) == 0

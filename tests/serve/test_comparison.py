@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.heads import main as heads
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import target_with_two_heads
 
 COUNT = 6
 
@@ -19,9 +18,7 @@ COUNT = 6
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a random target, two heads, and prompts."""
     folder = tmp_path_factory.mktemp("models")
-    tiny_target_folder(folder / "target")
-    for seed in (0, 1):
-        save_eagle3(tiny_head(tiny_target(tokenizer=True), seed), folder / f"head{seed}", target_name="tiny")
+    target_with_two_heads(folder)
     rows = [json.dumps({"prompt": f"def number_{at}(x):"}) for at in range(COUNT)]
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     return folder
