@@ -16,6 +16,7 @@ from eagle_mlx.vision.spans import mark
 
 Image = Any
 """An image of Pillow, which the extra `vision` brings."""
+_TYPES = ("image", "image_url", "input_image")  # of a message's parts, in Anthropic's API and in OpenAI's two
 
 
 def data_of(url: str, limits: ImageLimits) -> bytes:
@@ -104,6 +105,3 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
             content = "".join(texts)
         changed.append({**message, "content": content} if "content" in message else dict(message))
     return changed, sources
-
-
-_TYPES = ("image", "image_url", "input_image")

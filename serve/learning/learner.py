@@ -61,6 +61,7 @@ _DEPTH = 4
 _RAREST = 64
 """Cycles need up to so many times the tokens while nothing is gained."""
 _MOST_FAILURES = 3
+"""Failures in a row after which learning stops: a full disk may have space again, but a fault returns every time."""
 _CREDIT_SECONDS = 1.0
 """Time for learning that a share of the busy time may save up."""
 
