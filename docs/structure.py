@@ -21,7 +21,7 @@ def purpose(module: Path) -> str:
     """Return the first paragraph of a module's docstring on one line."""
     text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8")))
     if not text:
-        raise SystemExit(f"{module.relative_to(ROOT)} has no docstring; say in one line what it is for")
+        raise SystemExit(f"{module.relative_to(ROOT)} has no docstring; describe its purpose in one line")
     return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
 
 

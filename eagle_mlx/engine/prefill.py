@@ -36,7 +36,7 @@ class Prefill:
     def step(self, chunk: int) -> None:
         """Read the next positions of each prompt without its last token, which the first round reads.
 
-        Reads at most `chunk` positions, including padding, but at least one of each prompt. What is left is divided
+        Reads at most `chunk` positions, including padding, but at least one of each prompt. The rest is divided
         evenly, because others wait for a whole chunk and for the last one. Forwards end at the snapshots of recurrent
         states; other snapshots are taken after a forward.
         """

@@ -1,4 +1,4 @@
-"""A memory of texts: what was written before drafts for later requests."""
+"""A memory of texts: earlier texts draft for later requests."""
 
 from __future__ import annotations
 
