@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from fnmatch import fnmatch
 from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,16 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
         name if name.startswith("eagle_mlx/") else f"eagle_mlx/{name}" for name in modules
     }
     assert "eagle_mlx/py.typed" in names
+
+
+def test_the_source_archive_has_every_file_of_the_root_that_a_test_reads() -> None:
+    lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
+    words = [word for line in lines for word in line.split()[1:] if line.startswith(("graft ", "include "))]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r'ROOT / "([\w.-]+)"', text)} - {".git"}
+    always = {"pyproject.toml", "MANIFEST.in", *SOURCES}
+    assert "mkdocs.yml" in read
+    assert [name for name in sorted(read - always) if not any(fnmatch(name, word) for word in words)] == []
 
 
 def test_the_table_of_files_is_that_of_the_docstrings() -> None:
