@@ -72,13 +72,10 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         drafter="none" if name == "none" else speculation.drafter,
     )
     remember(speculation.memory_texts, engine, say)
-    drafts = speculation.max_depth if proposer is not None else 0
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), speculation)
-    loaded.thinking_budget, loaded.learner = config.thinking_budget, learner
-    loaded.image_limits = config.images
-    if files is not None and loaded.memory is not None:
-        loaded.memory_file = MemoryFile(folder, loaded.memory, target)
-    return loaded
+    drafts, texts = (0, None) if proposer is None else (speculation.max_depth, proposer.memory)
+    kept = MemoryFile(folder, texts, target) if files is not None and texts is not None else None
+    defaults, thought = sampling_defaults(config.name), config.thinking_budget
+    return Loaded(engine, name, drafts, defaults, speculation, kept, learner, thought, config.images)
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:
@@ -125,7 +122,7 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
 
 def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     target, chat = loaded.target, loaded.chat
-    template = "chat template" if chat.has_chat_template else "no chat template (completions only)"
+    template = "chat template" if chat.tokenizer.has_chat_template else "no chat template (completions only)"
     chats = f"{template}{', tools' if chat.calls else ''}{', reasoning' if chat.thoughts.think_start else ''}"
     budget, prefixes, disk = loaded.engine.kv_budget, loaded.engine.prefixes, loaded.disk
     cache = "no prefix cache"

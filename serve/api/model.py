@@ -56,9 +56,8 @@ class Loaded:
     def __post_init__(self) -> None:
         self._started, self._chosen = self.speculation, "auto"
         self.target = self.engine.target
-        assert self.target.tokenizer is not None  # `load` requires one
-        self.tokenizer = self.target.tokenizer
         self.chat = ChatFormat.of(self.target)
+        self.tokenizer = self.chat.tokenizer
         self.grammars = Grammars.of(self.target, self.chat)
         self.texts = TokenTexts(self.tokenizer)
 

@@ -27,7 +27,7 @@ def with_budget(
     is returned if there is no limit, or if the model has no tags of thoughts.
     """
     tokenizer, end = format.tokenizer, format.thoughts.think_end
-    if most is None or tokenizer is None or not end:
+    if most is None or not end:
         return inner
     source = templates(tokenizer)
     is_on_own_line = f"\\n{end}" in source or f"\n{end}" in source

@@ -113,8 +113,6 @@ class Grammars:
 
     def _read_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer for llguidance. This takes a second. Raises ConfigError if grammars cannot use it."""
-        if self._tokenizer is None:
-            raise ConfigError("grammars need a tokenizer, and this model has none")
         backend = copy.copy(getattr(self._tokenizer, "backend_tokenizer", None))
         if backend is None:
             raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model has a slow one")

@@ -12,7 +12,7 @@ from jinja2 import TemplateError, UndefinedError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
 from .families import answer_states, call_tags
@@ -146,21 +146,17 @@ def without_billing_header(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
 class ChatFormat:
     """How a model's chats are written, and how it tags reasoning and calls."""
 
-    tokenizer: TokenizerWrapper | None
+    tokenizer: TokenizerWrapper
     thoughts: AnswerStates
     calls: ToolCallTags | None
     """None if there is no parser for the model's calls."""
 
     @classmethod
     def of(cls, target: Target) -> ChatFormat:
-        """Read a target's tokenizer. Without one, `has_chat_template` is false."""
+        """Read a target's tokenizer. Raises ConfigError if it has none."""
         if (tokenizer := target.tokenizer) is None:
-            return cls(None, AnswerStates(), None)
+            raise ConfigError(f"{target.name} has no tokenizer, so it can neither chat nor follow a grammar")
         return cls(tokenizer, answer_states(tokenizer), call_tags(tokenizer))
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.tokenizer is not None and bool(self.tokenizer.has_chat_template)
 
     def chat(
         self,
@@ -184,7 +180,7 @@ class ChatFormat:
                 raise PromptError(f"add_generation_prompt must be false with {CONTINUED}")
             arguments[CONTINUED] = _field_to_continue(read)
         arguments["tools"] = [without(tool, "strict") for tool in tools] or None  # only the server uses `strict`
-        if self.tokenizer is None or not self.has_chat_template:
+        if not self.tokenizer.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
             raise PromptError(
@@ -199,7 +195,6 @@ class ChatFormat:
 
         given: the messages before `ways` changed them. Raises PromptError if there is none.
         """
-        assert self.tokenizer is not None
         errors: list[Exception] = []
         for messages, arguments in ways:
             check()
@@ -226,7 +221,7 @@ class ChatFormat:
     def starts_in_reasoning(self, prompt: Sequence[int], chat: Chat | None = None) -> bool:
         """Return whether a prompt ends in an open thought, which the answer continues."""
         start = self.thoughts.think_start
-        if self.tokenizer is None or not start:
+        if not start:
             return False
         if chat is not None and chat.continued:
             text = text_of(chat.messages[-1])

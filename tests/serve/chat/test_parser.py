@@ -481,7 +481,7 @@ def test_templates_with_their_own_states() -> None:
         },
         initial="header",
     )
-    format = ChatFormat(None, marks, None)
+    format = ChatFormat(format_of("plain").tokenizer, marks, None)
     text = "assistant to=self|hm|eom|assistant to=user|Y|shape|es|eom|"
     assert read(format, text) == read(format, *text) == [("reasoning", "hm"), ("content", "Yes")]
 

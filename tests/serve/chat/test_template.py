@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 import eagle_mlx as em
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, ToolOffer
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of
@@ -40,15 +40,12 @@ def called(arguments: Any = '{"city": "Oslo"}', **call: Any) -> dict[str, Any]:
 def test_a_format_knows_the_abilities_of_its_model(name: str, template: bool, tools: bool, thinking: bool) -> None:
     format = format_of(name)
     has_tools, has_thoughts = format.calls is not None, bool(format.thoughts.think_start)
-    assert (format.has_chat_template, has_tools, has_thoughts) == (template, tools, thinking)
+    assert (format.tokenizer.has_chat_template, has_tools, has_thoughts) == (template, tools, thinking)
 
 
 def test_a_target_without_a_tokenizer_has_no_format() -> None:
-    format = ChatFormat.of(tiny_target(layers=2))
-    assert not format.has_chat_template
-    assert not format.starts_in_reasoning([1, 2, 3])
-    with pytest.raises(PromptError, match="no chat template"):
-        format.chat(HELLO).tokens()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        ChatFormat.of(tiny_target(layers=2))
 
 
 def test_messages_are_rendered_by_the_template() -> None:
