@@ -29,7 +29,7 @@ from .bench.measure import TextComparison, compare
 from .bench.report import write_json
 from .comparison import files_of, load_prompts
 from .head_choice import load_head
-from .head_options import Answers, Certify
+from .head_options import Answers, Certify, Show
 from .prompts import Question
 
 TEMPERATURES = (0.0, 1.0)
@@ -50,10 +50,6 @@ class Acceptance:
     answers: int
     left_out: int
     """Prompts that were left out because the target's answer loops."""
-
-    @property
-    def title(self) -> str:
-        return f"tau at temperature {self.temperature:g}, {self.category}"
 
     def __str__(self) -> str:
         interval = "" if self.interval is None else f" ± {self.interval:.3f}"
@@ -97,7 +93,8 @@ class Certificate:
         """All values to show, by name."""
         curve = [f"{size}: {1000 * seconds:.2f} ms" for size, seconds in self.cost_curve or ()]
         shown = dict(vars(self))
-        shown |= {part.title: part for part in shown.pop("acceptance")} | shown.pop("machine")
+        parts = {f"tau at temperature {part.temperature:g}, {part.category}": part for part in shown.pop("acceptance")}
+        shown |= parts | shown.pop("machine")
         shown["prompts"] = ", ".join(self.prompts)
         shown["texts"] = "{identical} identical, {excused} tied, {different} different".format(**vars(self.texts))
         shown["cost_curve"] = ", ".join(curve) or "unknown"
@@ -219,8 +216,9 @@ def identity(target: Target, proposer: HeadProposer, recordings: Sequence[Record
     return compare(target, prompts, expected, tokens, params)
 
 
-def show(name: str) -> int:
+def show(options: Show) -> int:
     """Print a head's certificate; return the exit status, 1 if there is none for its weights. Raises EagleError."""
+    name = options.head
     folder = head_folder(name)
     certificate = read_certificate(folder / hub.CERTIFICATE)
     if certificate is None:

@@ -52,25 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = Subcommands(Parser(prog="eagle-heads", usage=usage, description=about, epilog=EPILOG))
     commands.add("list", List, lambda _: late(f"{__package__}.head_choice:list_all")(), "List all known heads.")
     about = "List heads for a target, the best first; exit status 1 if there is none."
-    commands.add("find", Find, lambda options: late(f"{__package__}.head_choice:list_for")(options.target), about)
-    commands.add(
-        "pull",
-        Pull,
-        lambda options: late(f"{__package__}.head_choice:pull")(options.name, options.target),
-        "Download a head from the hub.",
-    )
-    commands.add("compare", Compare, lambda options: late(f"{__package__}.comparison:compare")(options), COMPARE)
-    commands.add("certify", Certify, lambda options: late(f"{__package__}.certificate:certify")(options), CERTIFY)
+    commands.add("find", Find, lambda given: late(f"{__package__}.head_choice:list_for")(given.target), about)
+    about = "Download a head from the hub."
+    commands.add("pull", Pull, lambda given: late(f"{__package__}.head_choice:pull")(given.name, given.target), about)
+    commands.add("compare", Compare, late(f"{__package__}.comparison:compare"), COMPARE)
+    commands.add("certify", Certify, late(f"{__package__}.certificate:certify"), CERTIFY)
     about = "Print a head's certificate; exit status 1 if there is none, or if it is of other weights."
-    commands.add("show", Show, lambda options: late(f"{__package__}.certificate:show")(options.head), about)
+    commands.add("show", Show, late(f"{__package__}.certificate:show"), about)
     about = "Print what became of the versions of a head that learns; exit status 1 if there are none."
-    commands.add(
-        "log", Learned, lambda options: late(f"{__package__}.learning.versions:show_log")(options.folder), about
-    )
+    commands.add("log", Learned, lambda given: late(f"{__package__}.learning.versions:show_log")(given.folder), about)
     about = "Delete the texts that a server has collected to learn from."
-    commands.add(
-        "forget", Learned, lambda options: late(f"{__package__}.learning.versions:forget")(options.folder), about
-    )
+    commands.add("forget", Learned, lambda given: late(f"{__package__}.learning.versions:forget")(given.folder), about)
     return exit_code(lambda: commands.parse(arguments(argv))())
 
 

@@ -57,11 +57,9 @@ class PendingAnswer(ABC):
     """A request from its admission until its answer can begin, which may wait for the model."""
 
     def __init__(self, call: Call, options: EventFormat | None = None):
-        self.call = call
-        self.per_token = call.service.settings.stream_per_token
+        self.call, own = call, options.per_token if options is not None else None
+        self.per_token = call.service.settings.stream_per_token if own is None else own
         """Whether a stream has an event for each token, as the request or else the server says."""
-        if options is not None and options.per_token is not None:
-            self.per_token = options.per_token
 
     @abstractmethod
     async def prepare(self, received: Received[Any], loaded: Loaded) -> Answer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -70,8 +72,9 @@ class PendingCompletion(PendingChoices):
                 request.finish("length")
         if body.echo and body.logprobs is not None:
             for prompt in prompts:
-                scores = score_prompt(loaded.target, prompt.tokens, body.logprobs)
-                prompt.scores = await self.call.service.worker.score(scores)
+                pieces = score_prompt(loaded.target, prompt.tokens, body.logprobs)
+                while piece := await self.call.service.worker.between_steps(partial(next, pieces, None)):
+                    prompt.scores += piece
         return CompletionAnswer(self, loaded, prompts, requests)
 
 
@@ -99,17 +102,15 @@ class CompletionAnswer(Choices):
         self._texts = [TextStream(loaded.tokenizer, body.stops) for _ in requests]
         self._lists = [CompletionLogprobs(loaded.texts, loaded.tokenizer) for _ in requests]
 
-    def _prompt_lists(self, index: int) -> dict[str, Any] | None:
-        """Return the first log probability lists of a choice, those of the prompt if it is echoed."""
+    def _first_lists(self, index: int, scores: Sequence[TokenLogprob] = ()) -> dict[str, Any] | None:
+        """Return the first log probability lists of a choice: those of the prompt if it is echoed, then `scores`."""
         if not self._has_logprobs:
             return None
-        prompt, lists = self._prompts[index], self._lists[index]
-        return lists.take(prompt.scores, prompt.tokens[0]) if self._echoes else lists.take(())
+        prompt = self._prompts[index]
+        return self._lists[index].take([*prompt.scores, *scores], prompt.tokens[0] if self._echoes else None)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        if (logprobs := self._prompt_lists(index)) is not None:
-            more = self._lists[index].take(output.logprobs or ())
-            logprobs = {name: first + more[name] for name, first in logprobs.items()}
+        logprobs = self._first_lists(index, output.logprobs or ())
         text = self._prompts[index].text + output.text if self._echoes else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
@@ -117,7 +118,7 @@ class CompletionAnswer(Choices):
         if not self._echoes:
             return ""
         prompts = enumerate(self._prompts)
-        return "".join(self.chunk(index, {"text": prompt.text}, self._prompt_lists(index)) for index, prompt in prompts)
+        return "".join(self.chunk(index, {"text": prompt.text}, self._first_lists(index)) for index, prompt in prompts)
 
     def extend(self, event: RequestEvent) -> str:
         stream, output = self._texts[event.index], event.output

@@ -56,8 +56,8 @@ def _hashed(key: str) -> str:
 class RequestGuard:
     """Checks the host and the framing of each request, and adds an id and the ignored fields to its response.
 
-    The id is in the header of the client's API. HEAD is handled as GET, without the body. Requests with both a length
-    and a transfer coding are refused, because a proxy may read them as two (RFC 9112, 6.1).
+    The id is in the header of the client's API. HEAD is handled as GET; uvicorn leaves out the body. Requests with both
+    a length and a transfer coding are refused, because a proxy may read them as two (RFC 9112, 6.1).
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
@@ -72,8 +72,8 @@ class RequestGuard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, is_head = Headers(scope=scope), scope["method"] == "HEAD"
-        request = {**scope, "method": "GET" if is_head else scope["method"]}
+        headers = Headers(scope=scope)
+        request = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         name = b"request-id" if speaks_messages(scope["path"], headers) else b"x-request-id"
         id = (name, f"req_{secrets.token_hex(12)}".encode())
 
@@ -83,8 +83,6 @@ class RequestGuard:
                 if ignored := request.get("state", {}).get("ignored_fields"):
                     more.append((b"x-ignored-fields", ignored.encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
-            elif message["type"] == "http.response.body" and is_head:
-                message = {**message, "body": b""}
             await send(message)
 
         refusal = self._refusal(headers)

@@ -17,7 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict
 
-from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request import Output
 from eagle_mlx.target import nbytes_of
@@ -47,29 +46,23 @@ _TOTALS: _Numbers[Totals] = (
     (_COUNTER, "eagle:cached_prompt_tokens", "Prompt tokens from the prefix cache", lambda t: t.cached_tokens),
     (_GAUGE, "eagle:depth", "Draft depth of the policy in the last round", lambda t: t.depth),
 )
-
-
-def _memory_bytes(engine: Engine | None) -> int:
-    memory = engine.proposer.memory if engine and engine.proposer else None
-    return memory.nbytes if memory else 0
-
-
 _SERVICE: _Numbers[Service] = (
     (_GAUGE, "eagle:rows", "Requests that are decoding", lambda s: s.running),
     (_GAUGE, "eagle:rows_max", "Requests that can decode at once", lambda s: s.source.max_batch),
     (_GAUGE, "eagle:queue", "Requests in the queue", lambda s: s.waiting),
     (_GAUGE, "eagle:loaded", "1 while the model is in memory", lambda s: s.loaded is not None),
 )
-_ENGINE: _Numbers[Engine | None] = (
-    (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda e: e.pauses if e else 0),
-    (_COUNTER, "eagle:draft_failures", "Rounds in which the proposer raised", lambda e: e.draft_failures if e else 0),
-    (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda e: e.snapshot().kv_used if e else 0),
-    (_GAUGE, "eagle:draft_kv_bytes", "Part of it for drafting", lambda e: e.snapshot().draft_kv_used if e else 0),
-    (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
-    (_GAUGE, "eagle:memory_bytes", "Remembered texts", _memory_bytes),
-    (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),
-    (_GAUGE, "eagle:target_weight_bytes", "Target", lambda e: nbytes_of(e.target.model) if e else 0),
-    (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda e: e.proposer.nbytes if e and e.proposer else 0),
+_SHARED: _Numbers[Service] = ((_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),)
+_LOADED: _Numbers[Loaded] = (
+    (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda x: x.engine.pauses),
+    (_COUNTER, "eagle:draft_failures", "Rounds in which the proposer raised", lambda x: x.engine.draft_failures),
+    (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda x: x.engine.snapshot().kv_used),
+    (_GAUGE, "eagle:draft_kv_bytes", "Part of it for drafting", lambda x: x.engine.snapshot().draft_kv_used),
+    (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda x: x.engine.snapshot().prefix_bytes),
+    (_GAUGE, "eagle:memory_bytes", "Remembered texts", lambda x: x.memory.nbytes if x.memory else 0),
+    (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda x: x.engine.snapshot().kv_bytes),
+    (_GAUGE, "eagle:target_weight_bytes", "Target", lambda x: nbytes_of(x.target.model)),
+    (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda x: getattr(x.engine.proposer, "nbytes", 0)),
 )
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
     (
@@ -122,20 +115,20 @@ class ServerCollector(Collector):
     def _all(self) -> Iterator[Metric]:
         services = self._models.services
         totals = {name: service.totals for name, service in services.items()}
-        models = ((name, service.worker.loaded) for name, service in services.items())
+        loaded = {name: service.worker.loaded for name, service in services.items()}
+        present = {name: x for name, x in loaded.items() if x is not None}
         yield from _families(_TOTALS, totals)
         yield from _families(_SERVICE, services)
-        yield from _families(_ENGINE, {name: service.engine for name, service in services.items()})
-        if disks := {name: loaded.disk for name, loaded in models if loaded is not None and loaded.disk is not None}:
-            yield from _families(_DISK, disks)
-        learners = ((name, service.worker.loaded) for name, service in services.items())
-        if learning := {name: x.learner for name, x in learners if x is not None and x.learner is not None}:
-            yield from _families(_LEARNER, learning)
-        if shared := {name: service for name, service in services.items() if service.ranks > 1}:
-            ranks: _Numbers[Service] = ((_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),)
-            yield from _families(ranks, shared)
+        yield from _families(_LOADED, loaded)
+        yield from _families(_DISK, {name: x.disk for name, x in present.items() if x.disk is not None})
+        yield from _families(_LEARNER, {name: x.learner for name, x in present.items() if x.learner is not None})
+        yield from _families(_SHARED, {name: service for name, service in services.items() if service.ranks > 1})
         for name, text, label, counts in _BY_LABEL:
-            yield _labeled(name, text, label, {model: counts(total) for model, total in totals.items()})
+            counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
+            for model, total in totals.items():
+                for key, count in counts(total).items():
+                    counter.add_metric([model, str(key)], count)
+            yield counter
         bounds = (*map(str, SECONDS), "+Inf")
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
@@ -146,20 +139,13 @@ class ServerCollector(Collector):
         yield GaugeMetricFamily("eagle:ready", "1 while requests are accepted", int(self._models.state == "ready"))
 
 
-def _families(numbers: _Numbers[T], of: Mapping[str, T]) -> Iterator[Metric]:
-    for kind, name, text, read in numbers:
+def _families(numbers: _Numbers[T], owners: Mapping[str, T | None]) -> Iterator[Metric]:
+    """Yield each metric of the owners by model, 0 for None; nothing without owners."""
+    for kind, name, text, read in numbers if owners else ():
         family = kind(name, text, labels=[_MODEL])
-        for model, owner in of.items():
-            family.add_metric([model], float(read(owner)))
+        for model, owner in owners.items():
+            family.add_metric([model], 0.0 if owner is None else float(read(owner)))
         yield family
-
-
-def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any, float]]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[_MODEL, label])
-    for model, values in counts.items():
-        for key, value in values.items():
-            family.add_metric([model, str(key)], value)
-    return family
 
 
 class SpeculationSummary(BaseModel):

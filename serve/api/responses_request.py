@@ -15,15 +15,7 @@ from .conversation import BareTool, Names, OwnTool, Turns, translated
 from .errors import ApiError
 from .limits import Limits
 from .media import Media, paragraphs, without_data
-from .schema import (
-    BY_TYPE,
-    Body,
-    ChatExtensions,
-    ChatRequest,
-    EventFormat,
-    Many,
-    OpenAIRequest,
-)
+from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, EventFormat, Many, OpenAIRequest
 
 
 class TextPart(Body):

@@ -183,13 +183,9 @@ class Connection(H11Protocol):
                 super().data_received(data[start : start + _PIECE])
             except h11.LocalProtocolError:  # a malformed request cannot be refused after its answer has begun
                 self.transport.abort()
-        if self._framing.our_state is h11.DONE and not self.transport.is_closing():  # and the body has not ended
+        if self._framing.our_state is h11.DONE:  # and the body has not ended
             self.transport.pause_reading()
-            self.loop.call_later(len(data) / _REFUSED_BYTES, self._read_on)
-
-    def _read_on(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+            self.loop.call_later(len(data) / _REFUSED_BYTES, self.transport.resume_reading)
 
     @property
     def between_requests(self) -> bool:

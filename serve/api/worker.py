@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -160,19 +160,6 @@ class Worker:
 
         if job.unfinished:
             self._put(lambda: self._change(change))
-
-    async def score(self, pieces: Iterator[list[TokenLogprob]]) -> list[TokenLogprob]:
-        """Compute log probabilities of a prompt, piece by piece between steps. Raises ApiError 500."""
-        scores: list[TokenLogprob] = []
-        try:
-            while (piece := await self.between_steps(lambda: next(pieces, None))) is not None:
-                scores += piece
-        except ApiError:
-            raise
-        except Exception as e:
-            log.exception("a prompt could not be scored")
-            raise ApiError(500, f"the prompt could not be scored: {type(e).__name__}") from e
-        return scores
 
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine's thread and return its result. Raises its errors, and ApiError 500."""
