@@ -156,7 +156,3 @@ def summary(outputs: Sequence[em.Output], seconds: float) -> str:
         return f"{text}; nothing was drafted"
     text += "" if all(o.lossless for o in outputs) else "; lossy"
     return f"{text}; {tokens / max(1, rounds):.2f} tokens per forward (tau), {accepted} of {drafted} drafts accepted"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

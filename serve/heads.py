@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from eagle_mlx.command import Parser, Subcommands, arguments, exit_code
@@ -64,7 +63,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Delete the texts that a server has collected to learn from."
     commands.add("forget", Learned, lambda given: late(f"{__package__}.learning.versions:forget")(given.folder), about)
     return exit_code(lambda: commands.parse(arguments(argv))())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

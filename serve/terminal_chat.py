@@ -212,7 +212,3 @@ def _chat(options: ChatOptions) -> None:
             import_module("readline")  # lets `input` edit lines and remember them
         options.say(f"{COMMANDS}\nCtrl-C stops an answer, Ctrl-D ends the chat.")
     chat.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 
 from eagle_mlx.command import arguments, exit_code, read
@@ -36,7 +35,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(
         lambda: late(f"{__package__}.run:bench")(read(BenchOptions, given, "eagle-bench", about, EPILOG), command)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 
 from eagle_mlx.command import arguments, exit_code, read
@@ -29,7 +28,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(
         lambda: late(f"{__package__}.report:doctor")(read(DoctorOptions, given, "eagle-doctor", about, EPILOG), command)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
