@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -116,7 +116,8 @@ class TerminalChat:
         tally, text, began, stop = Tally(), "", perf_counter_ns(), Stop()
         render = renderer(self.tokenizer, self.params.stop, self.color)
         try:
-            with stop.listening(), stop.deferred(), closing(self._stream()) as chunks:
+            params = self.options.params_for(self.engine.target, self.messages)
+            with stop.listening(), stop.deferred(), closing(self.engine.stream(self.messages, params)) as chunks:
                 for chunk in chunks:
                     print(render(chunk), end="", flush=True)
                     text += chunk.text
@@ -137,9 +138,6 @@ class TerminalChat:
         self.turns.append({"role": "assistant", "content": text})
         self.total.update(tally, answers=1)
         self.options.say(painted(str(tally), DIM) if self.color and has_color(sys.stderr) else str(tally))
-
-    def _stream(self) -> Generator[Chunk, None, None]:
-        return self.engine.stream(self.messages, self.options.params_for(self.engine.target, self.messages))
 
     def command(self, name: str, text: str = "") -> bool:
         """Run a command of the chat. Return whether the chat goes on."""

@@ -11,18 +11,7 @@ from typing import Literal, Self
 from eagle_mlx.catalog import embedded
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import LEAST_CHUNK, PREFILL_MS
-from eagle_mlx.setting import (
-    ABOVE_0,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    GIGABYTES,
-    Group,
-    Limit,
-    between,
-    flag,
-    setting,
-    settings_of,
-)
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Group, Limit, between, flag, setting, settings_of
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.vision.limits import ImageLimits
 
@@ -181,7 +170,7 @@ class LoadConfig(Group):
     prefix_disk_gb: float | None = setting(
         None,
         "size limit of that folder (default: a tenth of the disk, at most half of its free space)",
-        GIGABYTES,
+        ABOVE_0,
         metavar="GB",
     )
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")

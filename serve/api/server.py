@@ -315,8 +315,6 @@ def address(sock: socket.socket) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises ConfigError if the address is not available."""
-    if not 0 <= port < 65536:
-        raise ConfigError(f"--port must be from 0 to 65535; got {port}")
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()

@@ -14,20 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .call_markup import (
-    DSML,
-    DSML_BAR,
-    KIMI_K3,
-    MINICPM,
-    MINIMAX,
-    MUSE,
-    QWEN_XML,
-    SPACE,
-    BodyParser,
-    Call,
-    OpenBodyError,
-    glm_markup,
-)
+from . import call_markup as markup
+from .call_markup import SPACE, BodyParser, Call, OpenBodyError
 from .tools import DECODER, Offer
 
 
@@ -241,11 +229,11 @@ def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
     return match["key"].strip(), match.end()
 
 
-def _json_or(markup: BodyParser) -> BodyParser:
+def _json_or(parse_tags: BodyParser) -> BodyParser:
     """Return a parser for models that sometimes write JSON instead."""
 
     def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
-        return (parse_json if body.lstrip()[:1] in ("{", "[") else markup)(body, offer, final)
+        return (parse_json if body.lstrip()[:1] in ("{", "[") else parse_tags)(body, offer, final)
 
     return parse
 
@@ -274,15 +262,15 @@ NOTATIONS: Mapping[str, Notation] = {
         has_section=True,
     ),
     "dsml": Notation(
-        DSML.parse,
-        _INVOKE_LEAD % f"{DSML_BAR} ?",
-        (f"</{DSML_BAR}invoke>", f"</{DSML_BAR} invoke>", "/>"),
+        markup.DSML.parse,
+        _INVOKE_LEAD % f"{markup.DSML_BAR} ?",
+        (f"</{markup.DSML_BAR}invoke>", f"</{markup.DSML_BAR} invoke>", "/>"),
         has_section=True,
     ),
     "function_gemma": Notation(parse_gemma("<escape>"), r"\s{0,9}call:NAMES", ("}",)),
     "gemma4": Notation(parse_gemma('<|"|>'), r"\s{0,9}call:NAMES", ("}",)),
     "gemma": Notation(parse_python, ""),
-    "glm47": Notation(_json_or(glm_markup().parse), _GLM_LEAD),
+    "glm47": Notation(_json_or(markup.glm_markup().parse), _GLM_LEAD),
     "harmony": Notation(parse_harmony, "NAMES"),
     "json_tools": Notation(parse_json, _JSON_LEAD),
     "kimi_k2": Notation(
@@ -292,16 +280,16 @@ NOTATIONS: Mapping[str, Notation] = {
         has_section=True,
     ),
     "kimi_k3": Notation(
-        KIMI_K3.parse, r'\s{0,9}<\|open\|>call tool="NAMES', ("<|close|>call<|sep|>",), has_section=True
+        markup.KIMI_K3.parse, r'\s{0,9}<\|open\|>call tool="NAMES', ("<|close|>call<|sep|>",), has_section=True
     ),
-    "laguna": Notation(_json_or(glm_markup().parse), _GLM_LEAD),
+    "laguna": Notation(_json_or(markup.glm_markup().parse), _GLM_LEAD),
     "llama": Notation(parse_python, ""),
-    "longcat": Notation(_json_or(glm_markup("longcat_").parse), _GLM_LEAD),
-    "minicpm5": Notation(MINICPM.parse, r"<function name=[\"']?NAMES", ("</function>",)),
-    "minimax_m2": Notation(MINIMAX.parse, _INVOKE_LEAD % "", ("</invoke>",), has_section=True),
+    "longcat": Notation(_json_or(markup.glm_markup("longcat_").parse), _GLM_LEAD),
+    "minicpm5": Notation(markup.MINICPM.parse, r"<function name=[\"']?NAMES", ("</function>",)),
+    "minimax_m2": Notation(markup.MINIMAX.parse, _INVOKE_LEAD % "", ("</invoke>",), has_section=True),
     "mistral": Notation(parse_mistral, _GLM_LEAD),
-    "muse_spark": Notation(MUSE.parse, _INVOKE_LEAD % "atem:", ("</atem:invoke>",), has_section=True),
+    "muse_spark": Notation(markup.MUSE.parse, _INVOKE_LEAD % "atem:", ("</atem:invoke>",), has_section=True),
     "pythonic": Notation(parse_python, r"\s{0,9}(?:\[\s{0,9}\{|\{|\[?\s{0,9}NAMES\()", (")", "]", "}")),
-    "qwen3_coder": Notation(QWEN_XML.parse, r"\s{0,9}<function=NAMES", ("</function>",)),
+    "qwen3_coder": Notation(markup.QWEN_XML.parse, r"\s{0,9}<function=NAMES", ("</function>",)),
 }
 """For each parser."""
