@@ -33,8 +33,7 @@ from .head_options import Answers, Certify, Show
 from .prompts import Question
 
 TEMPERATURES = (0.0, 1.0)
-TEXTS = 24
-"""The most texts that are decoded with the head, spread over the prompts: three batches of eight."""
+TEXTS = 24  # the most texts that are decoded with the head, spread over the prompts: three batches of eight
 ALL = "all"
 
 
@@ -45,11 +44,9 @@ class Acceptance:
     temperature: float
     category: str
     tau: float
-    interval: float | None
-    """Half-width of the 95 % interval over prompts; None for fewer than six."""
+    interval: float | None  # half-width of the 95 % interval over prompts; None for fewer than six
     answers: int
-    left_out: int
-    """Prompts that were left out because the target's answer loops."""
+    left_out: int  # prompts that were left out because the target's answer loops
 
     def __str__(self) -> str:
         interval = "" if self.interval is None else f" ± {self.interval:.3f}"
@@ -69,22 +66,17 @@ class Certificate:
 
     date: str
     head: str
-    head_sha256: str
-    """Of its files of weights."""
-    head_precision: str
-    """While it was measured."""
+    head_sha256: str  # of its files of weights
+    head_precision: str  # while it was measured
     target: str
     target_fingerprint: str
     prompts: list[str]
-    prompts_sha256: str
-    """Of their tokens."""
+    prompts_sha256: str  # of their tokens
     depth: int
     max_tokens: int
-    texts: TextComparison
-    """Greedy texts decoded with the head, compared with plain decoding."""
+    texts: TextComparison  # greedy texts decoded with the head, compared with plain decoding
     acceptance: list[Acceptance]
-    cost_curve: Curve | None
-    """Seconds of a target forward by number of tokens."""
+    cost_curve: Curve | None  # seconds of a target forward by number of tokens
     eagle_mlx: str
     machine: dict[str, Any]
 

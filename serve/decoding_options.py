@@ -24,8 +24,7 @@ from .speculation import TARGET_HELP, THINKING, MemoryOptions, Speculation, load
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-GREEN, DIM = 32, 2
-"""Codes of ANSI escape sequences (ECMA-48, section 8.3.117)."""
+GREEN, DIM = 32, 2  # codes of ANSI escape sequences (ECMA-48, section 8.3.117)
 COLOR_HELP = "show accepted drafts in green; not if the output is no terminal, or if NO_COLOR is set"
 
 

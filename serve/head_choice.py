@@ -20,8 +20,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.target import Target
 
-_MOST_LAYERS = 8
-"""Heads have few layers; anything with more is a model and is not downloaded as a head."""
+_MOST_LAYERS = 8  # heads have few layers; anything with more is a model and is not downloaded as a head
 _WITHOUT_MTP = "this conversion leaves out the model's own MTP layers; to fetch them"
 
 

@@ -53,8 +53,7 @@ class ServedModel:
 
     url: str
     model: str
-    context: int | None
-    """Tokens; None until the model is loaded."""
+    context: int | None  # tokens; None until the model is loaded
     key: str | None
 
 
@@ -63,8 +62,7 @@ class Launch:
     """The start of a program."""
 
     arguments: Sequence[str]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables."""
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables
 
     def shell(self, key: str | None) -> str:
         """Return the command for a POSIX shell, with the name of the key's variable in place of the key."""

@@ -25,13 +25,10 @@ ROLES = ("system", "user", "assistant", "tool")
 class Question:
     """A prompt and the user's later turns."""
 
-    content: Prompt
-    """Text, token ids, or messages that end with a turn to answer."""
-    later: tuple[str, ...] = ()
-    """Later turns, if `content` is messages."""
+    content: Prompt  # text, token ids, or messages that end with a turn to answer
+    later: tuple[str, ...] = ()  # later turns, if `content` is messages
     category: str | None = None
-    origin: str = "the prompt"
-    """`file:line`, for errors."""
+    origin: str = "the prompt"  # `file:line`, for errors
 
     def encode(self, target: em.Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
         """Return the tokens of the turn that follows `answers`. Raises PromptError if they and an answer do not fit."""
@@ -107,8 +104,7 @@ def _question(line: str, origin: str) -> Question:
     raise PromptError(f"{origin}: the row needs `messages` (a list of turns), `prompt` (text) or `turns` (texts)")
 
 
-_LEAST_CHARS = 200
-"""Minimum length of a docstring; shorter ones are labels."""
+_LEAST_CHARS = 200  # minimum length of a docstring; shorter ones are labels
 
 
 def with_filler(questions: Sequence[Question], target: em.Target, tokens: int) -> list[Question]:

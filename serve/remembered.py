@@ -11,8 +11,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.request import encode
 
-MOST_BYTES = 1 << 20
-"""Larger files of a folder are left out: they are data rather than something that people write."""
+MOST_BYTES = 1 << 20  # larger files of a folder are left out: they are data rather than something that people write
 
 
 def remember(paths: Sequence[str], engine: em.Engine, say: Callable[[str], None]) -> None:

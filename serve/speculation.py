@@ -29,10 +29,8 @@ HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
 TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
-AUTO, NO_HEAD = "auto", "none"
-"""Values of `--head`: search for one (`load_proposer`), or use none."""
-NODES = between(0, 64)
-"""Tokens of a draft tree; EAGLE-2's largest published tree has 60."""
+AUTO, NO_HEAD = "auto", "none"  # values of `--head`: search for one (`load_proposer`), or use none
+NODES = between(0, 64)  # tokens of a draft tree; EAGLE-2's largest published tree has 60
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 
 _EMA = "with acceptance-ema: "

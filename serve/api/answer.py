@@ -144,13 +144,10 @@ class Answer(ABC):
 class PendingChoices(PendingAnswer):
     """A request of OpenAI's older routes, whose answers are choices."""
 
-    prefix: str
-    """The beginning of an answer's id."""
-    kind: str
-    """The field `object` of a body, and below of a chunk."""
+    prefix: str  # the beginning of an answer's id
+    kind: str  # the field `object` of a body, and below of a chunk
     chunk_kind: str
-    nothing: Mapping[str, Any]
-    """The fields of a choice in a chunk without text."""
+    nothing: Mapping[str, Any]  # the fields of a choice in a chunk without text
 
     def __init__(self, call: Call, body: ChoicesRequest):
         super().__init__(call, body.stream_options)
@@ -179,8 +176,7 @@ class Choices(Answer):
     def __init__(self, pending: PendingChoices, requests: Sequence[RequestState]):
         super().__init__(pending, requests)
         self._form = pending
-        self._drafted: Counter[int] = Counter()
-        """Accepted draft tokens of each choice that no chunk has reported yet."""
+        self._drafted: Counter[int] = Counter()  # accepted draft tokens of each choice that no chunk has reported yet
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:

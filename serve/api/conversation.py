@@ -26,8 +26,7 @@ from .schema import Body, ChatRequest, EventFormat, ToolName
 from .service import Call
 from .worker import RequestEvent
 
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Maps efforts that templates do not know to low or high."""
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # maps efforts that templates do not know to low or high
 
 
 class OwnTool(Body):
@@ -105,12 +104,9 @@ class Turns:
 class Names:
     """The names of Chat Completions fields in the requested API."""
 
-    messages: str
-    """The field of all messages. Translated messages have other indexes, so errors name no index."""
-    fields: Mapping[str, str]
-    """Beginnings of other fields, and their replacements. Those of a tool begin with a dot."""
-    tools: list[int]
-    """The request index of each tool that the model sees."""
+    messages: str  # The field of all messages. Translated messages have other indexes, so errors name no index.
+    fields: Mapping[str, str]  # Beginnings of other fields, and their replacements. Those of a tool begin with a dot.
+    tools: list[int]  # the request index of each tool that the model sees
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -179,8 +175,7 @@ class PartsAnswer(Answer):
     def __init__(self, pending: PendingParts, chat: EncodedChat):
         super().__init__(pending, chat.requests)
         self._deltas = DeltaStream(chat)
-        self.parts: list[Delta] = []
-        """Joined deltas; the last may grow."""
+        self.parts: list[Delta] = []  # joined deltas; the last may grow
 
     @abstractmethod
     def start(self) -> str:

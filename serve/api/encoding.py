@@ -10,8 +10,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-PIECE = 1 << 16
-"""Characters per piece, which take about 0.1 s."""
+PIECE = 1 << 16  # characters per piece, which take about 0.1 s
 _OVERLAP = 1 << 10
 """Characters of context before and after each piece. Half of them must have the same tokens in both pieces."""
 
@@ -21,10 +20,8 @@ class _Piece:
     """The tokens of a part of a text."""
 
     tokens: list[int]
-    spans: list[tuple[int, int]]
-    """Where each token begins and ends in the part."""
-    start: int
-    """Where the part begins in the text."""
+    spans: list[tuple[int, int]]  # where each token begins and ends in the part
+    start: int  # where the part begins in the text
 
     @classmethod
     def of(cls, backend: Any, text: str, start: int, end: int) -> _Piece:

@@ -25,16 +25,14 @@ _TYPES = {**_BOTH, 500: "server_error", 501: "not_implemented_error", 503: "serv
 _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
-MOST_CHARACTERS = 4000
-"""Of a message: enough for all routes and a long reason, and a bound on quoted client input."""
+MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
 """A field, optionally with an index, at the beginning of a message."""
 
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}
-"""The response of a stream."""
+EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": _EVENT}}}  # the response of a stream
 
 
 def documented(*errors: int, **answer: Any) -> dict[int | str, dict[str, Any]]:
@@ -60,8 +58,7 @@ class ApiError(Exception):
         self.status, self.message = status, shortened(message, MOST_CHARACTERS)
         self.param, self.code = param, code
         self.headers = dict(headers or {})
-        self.to_anthropic: str | None = None
-        """The message in Anthropic's API, if it differs."""
+        self.to_anthropic: str | None = None  # the message in Anthropic's API, if it differs
 
     def rename(self, field: str) -> None:
         """Name the field by another API's name, also in a message that begins with it."""

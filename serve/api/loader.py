@@ -27,8 +27,7 @@ from .options import LoadConfig
 from .service import ModelSource
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
-_CHECK_TOKENS = 16
-"""Enough to see a difference, in about a second."""
+_CHECK_TOKENS = 16  # enough to see a difference, in about a second
 
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:

@@ -22,10 +22,8 @@ BYTE_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte f
 """The byte for each of the 256 letters of byte-level vocabularies: printable bytes are their own letters, and the
 others count up from 256 (Radford et al. 2019, GPT-2)."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ANCHOR = "a"
-"""Text before a token, so that its leading space is kept."""
-_LEAST = -9999.0
-"""Replaces minus infinity, which JSON lacks."""
+_ANCHOR = "a"  # text before a token, so that its leading space is kept
+_LEAST = -9999.0  # replaces minus infinity, which JSON lacks
 
 
 class TokenTexts(dict[int, tuple[str, bytes]]):

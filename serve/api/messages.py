@@ -34,8 +34,7 @@ KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name
 
 
 class Cached(Body):
-    cache_control: Any = None
-    """Ignored: the prefix cache finds shared prefixes without marks."""
+    cache_control: Any = None  # ignored: the prefix cache finds shared prefixes without marks
 
 
 class TextBlock(Cached):
@@ -131,8 +130,7 @@ class CountTokensRequest(ChatExtensions, Cached):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int = Field(ge=1)
-    """An upper bound: the context may leave fewer."""
+    max_tokens: int = Field(ge=1)  # an upper bound: the context may leave fewer
     stream: bool | None = None
     stop_sequences: Many[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)

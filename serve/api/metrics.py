@@ -27,8 +27,7 @@ from .models import Models
 from .service import SECONDS, Call, Histogram, Service, Totals
 
 T = TypeVar("T")
-_MODEL = "model_name"
-"""The label of a model's name, as in vLLM."""
+_MODEL = "model_name"  # the label of a model's name, as in vLLM
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 _Numbers = tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, Callable[[T], float]], ...]
 _TOTALS: _Numbers[Totals] = (

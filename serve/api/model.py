@@ -39,18 +39,13 @@ _DRAFTERS: Mapping[str, Drafter] = {"none": "none", "ngram": "ngrams"}
 @dataclass(eq=False)
 class Loaded:
     engine: Engine
-    mode: str = "none"
-    """The loaded mode of speculation."""
-    most_drafts: int = 0
-    """Maximum draft tokens per round."""
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """Default sampling parameters."""
-    speculation: Speculation = field(default_factory=Speculation)
-    """The present settings."""
+    mode: str = "none"  # the loaded mode of speculation
+    most_drafts: int = 0  # maximum draft tokens per round
+    defaults: Mapping[str, float] = field(default_factory=dict)  # default sampling parameters
+    speculation: Speculation = field(default_factory=Speculation)  # the present settings
     memory_file: MemoryFile | None = None
     learner: Learner | None = None
-    thinking_budget: int | None = None
-    """The limit on thoughts of requests that set none."""
+    thinking_budget: int | None = None  # the limit on thoughts of requests that set none
     image_limits: ImageLimits = field(default_factory=ImageLimits)
 
     def __post_init__(self) -> None:

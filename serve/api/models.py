@@ -45,13 +45,11 @@ class Models:
         self._starting = set(self.services) if at_start else set()
         """Models that the server waits for before it is ready."""
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._taken: dict[str, int] = {}
-        """Bytes of models that are loaded or loading."""
+        self._taken: dict[str, int] = {}  # bytes of models that are loaded or loading
         self._checking = ThreadPoolExecutor(1, "checking")
         """One thread, because MLX keeps state for each thread that has used it."""
         self._turn = asyncio.Lock()
-        self._room = asyncio.Event()
-        """Set when a model may have become idle."""
+        self._room = asyncio.Event()  # set when a model may have become idle
         for service in self.services.values():
             service.on_idle = self._room.set
 

@@ -38,37 +38,28 @@ class Limits(Group):
         metavar="S",
     )
     n: int = 16
-    prompts: int = 64
-    """Prompts per completions request."""
+    prompts: int = 64  # prompts per completions request
     stops: int = 16
-    stop_length: int = 256
-    """Characters of a stop string."""
+    stop_length: int = 256  # characters of a stop string
     containers: int = 20_000
     """Objects and lists of a body; 5,000 tool calls with their results have so many. Parsing them takes 0.05 s."""
     long_bytes: int = 1 << 16
     """Requests of at least this size are long: they are read and encoded one at a time and delay no others."""
     long_containers: int = 1000
     """Requests with more objects and lists are long, too. The event loop reads fewer in 5 ms."""
-    short_threads: int = 4
-    """Short requests that are encoded at once."""
-    schema_threads: int = 4
-    """Requests with a schema that are prepared at once; compiling one may keep a core busy."""
-    responses: int = 1000
-    """Responses stored for `previous_response_id`, for each API key."""
+    short_threads: int = 4  # short requests that are encoded at once
+    schema_threads: int = 4  # requests with a schema that are prepared at once; compiling one may keep a core busy
+    responses: int = 1000  # responses stored for `previous_response_id`, for each API key
     response_bytes: int = 64 << 20
     """Memory of stored responses, for each API key: eight times the default limit of a body."""
     connections: int = 1000
     """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
-    head_seconds: float = 60.0
-    """Time to receive a request's head, as nginx's client_header_timeout."""
-    body_seconds: float = 60.0
-    """Time to receive the whole body."""
-    send_seconds: float = 60.0
-    """How long a client may read nothing of its answer, as nginx's send_timeout."""
+    head_seconds: float = 60.0  # time to receive a request's head, as nginx's client_header_timeout
+    body_seconds: float = 60.0  # time to receive the whole body
+    send_seconds: float = 60.0  # how long a client may read nothing of its answer, as nginx's send_timeout
     keep_alive_seconds: float = 15.0
     """Interval between events of a stream that has nothing to tell. The HTML standard advises 15 seconds (9.2.7)."""
-    room_seconds: float = 60.0
-    """How long a model waits for others to become idle, as nginx's proxy_read_timeout."""
+    room_seconds: float = 60.0  # how long a model waits for others to become idle, as nginx's proxy_read_timeout
 
     @property
     def body_bytes(self) -> int:
@@ -117,10 +108,8 @@ class Settings(Group):
     )
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", AT_LEAST_0, metavar="S")
-    hosts: tuple[str, ...] | None = None
-    """Accepted host names besides loopback ones; None accepts any."""
-    is_local: bool = True
-    """Whether only this machine can connect."""
+    hosts: tuple[str, ...] | None = None  # accepted host names besides loopback ones; None accepts any
+    is_local: bool = True  # whether only this machine can connect
 
     def _check(self) -> None:
         key = self.api_key

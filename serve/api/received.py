@@ -31,12 +31,9 @@ B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=ChoicesRequest)
 _UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
 """Characters of field names that a header or a log line may not take as they are."""
-_MOST_NAMED = 20
-"""Ignored fields to name per request: a header has room for them."""
-_NO_OBJECT = ("model_type", "model_attributes_type")
-"""Error types whose messages name our classes."""
-Owner = tuple[str, str]
-"""A client, and the namespace of its prefix cache."""
+_MOST_NAMED = 20  # ignored fields to name per request: a header has room for them
+_NO_OBJECT = ("model_type", "model_attributes_type")  # error types whose messages name our classes
+Owner = tuple[str, str]  # a client, and the namespace of its prefix cache
 
 
 def models_of(request: Request) -> Models:

@@ -52,10 +52,8 @@ class PendingResponse(PendingParts):
         self.keep = keep
         self._settings = _settings(body) | body.model_dump(include={"temperature", "top_p"})
         """Until the model is loaded, only what the client gave."""
-        self._number = -1
-        """The last event's; before the first, -1."""
-        self._is_over = False
-        """Whether the last event was written, which may be in the buffer of a slow reader."""
+        self._number = -1  # the last event's; before the first, -1
+        self._is_over = False  # whether the last event was written, which may be in the buffer of a slow reader
 
     def answer(self, chat: EncodedChat) -> ResponseAnswer:
         params = chat.requests[0].params

@@ -42,8 +42,7 @@ class GivenItem(Body):
 class MessageItem(GivenItem):
     type: Literal["message", None] = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[ContentPart] | None
-    """Only the model's may be null."""
+    content: str | Many[ContentPart] | None  # only the model's may be null
     phase: str | None = None
 
 
@@ -100,8 +99,7 @@ class Reasoning(Body):
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    """As in OpenRouter's API; OpenAI's has no such field."""
+    max_tokens: int | None = Field(None, ge=0)  # as in OpenRouter's API; OpenAI's has no such field
 
 
 class TextFormat(Body):
@@ -179,8 +177,7 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    """An upper bound: the context may leave fewer."""
+    max_output_tokens: int | None = Field(None, ge=1)  # an upper bound: the context may leave fewer
     tools: Many[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoices | None = None
     parallel_tool_calls: bool | None = None
@@ -287,8 +284,7 @@ def _description(tool: FlatTool) -> str | None:
     return "\n\n".join(filter(None, (tool.description, grammar)))
 
 
-_SEALED = "thought:"
-"""Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
+_SEALED = "thought:"  # prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it
 
 
 def input_items(body: ResponsesRequest) -> list[Item]:

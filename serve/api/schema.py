@@ -75,8 +75,7 @@ class EventFormat(Body):
     """The stream options that OpenAI's three APIs share."""
 
     include_obfuscation: bool | None = None
-    per_token: bool | None = None
-    """Send an event for each token. By default, one event holds all tokens of a round."""
+    per_token: bool | None = None  # Send an event for each token. By default, one event holds all tokens of a round.
 
 
 class StreamOptions(EventFormat):
@@ -89,8 +88,7 @@ class JsonSchema(Body):
     name: str = Field(min_length=1)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    """The schema is enforced either way."""
+    strict: bool | None = None  # the schema is enforced either way
 
 
 class ResponseFormat(Body):
@@ -107,8 +105,7 @@ class Extensions(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = None
     repetition_penalty: float | None = None
-    spec_decode: Mode | None = None
-    """The only drafter: the loaded head or draft model by its mode, `ngram`, or `none`."""
+    spec_decode: Mode | None = None  # the only drafter: the loaded head or draft model by its mode, `ngram`, or `none`
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     memory: bool | None = None
     """Whether earlier texts of the same key and salt may draft for this one, and this one for later ones."""

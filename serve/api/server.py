@@ -98,8 +98,7 @@ def create_app(models: Models) -> FastAPI:
 
 
 Wait = Literal["head", "send", "none"]
-_HEADER_LINES = 100
-"""As Apache's LimitRequestFields."""
+_HEADER_LINES = 100  # as Apache's LimitRequestFields
 _CHUNKS, _CHUNK_BYTES = 512, 256
 """Chunks of a body, and bytes for each further one. h11 takes 3 microseconds per chunk: 12 ms for a megabyte."""
 _PIECE = 1 << 14
@@ -112,8 +111,7 @@ eight clients that send refused bodies take an eighth of the event loop."""
 class Framing(h11.Connection):
     """A connection's parser, which limits header lines, and the chunks of a body in proportion to its size."""
 
-    requests = 0
-    """Requests so far."""
+    requests = 0  # requests so far
     head_begun = True
     """Whether a head is awaited: a connection begins with one, and a later one begins with its first bytes."""
     _chunks = _nbytes = 0
@@ -153,11 +151,9 @@ class Connection(H11Protocol):
         super().__init__(**more)
         self.conn = self._framing = Framing(h11.SERVER)
         self._connections = connections
-        self._waiting: tuple[Wait, int] = "none", 0
-        """The kind of wait, and a number that changes with progress."""
+        self._waiting: tuple[Wait, int] = "none", 0  # the kind of wait, and a number that changes with progress
         self._since = 0.0
-        self._is_unread = False
-        """Whether the client reads its answer more slowly than it is written."""
+        self._is_unread = False  # whether the client reads its answer more slowly than it is written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         self._connections.add(self)
@@ -225,10 +221,8 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
 
 
 log = logging.getLogger("eagle_mlx.serve")
-_ABORT_SECONDS = 2.0
-"""Time to send the errors of aborted answers."""
-_WATCH_SECONDS = 0.1
-"""Interval of checks."""
+_ABORT_SECONDS = 2.0  # time to send the errors of aborted answers
+_WATCH_SECONDS = 0.1  # interval of checks
 
 
 class Server(uvicorn.Server):
@@ -253,8 +247,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.models: Models = app.state.models
         self._say = say
-        self._end = inf
-        """When requests in progress must have finished."""
+        self._end = inf  # when requests in progress must have finished
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0.0 if self.models.draining else self.models.settings.drain_seconds

@@ -37,8 +37,7 @@ class Watchdog:
         """seconds: the limit of a step, or of work between steps; 0 for none. exits: whether to end the process."""
         self._worker, self._name = worker, name
         self._seconds, self._exits = seconds, exits
-        self.stuck = False
-        """Whether the present work has exceeded the limit."""
+        self.stuck = False  # whether the present work has exceeded the limit
         self._work: tuple[float, bool] | None = None
         self._reads = False
 
@@ -89,17 +88,13 @@ class Totals:
 
     rounds: int = 0
     plain_rounds: int = 0
-    row_rounds: int = 0
-    """Rounds counted per request: target forwards as a request sees them."""
-    drafts: int = 0
-    """Rounds with drafts, counted per request."""
+    row_rounds: int = 0  # rounds counted per request: target forwards as a request sees them
+    drafts: int = 0  # rounds with drafts, counted per request
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
-    bonus: int = 0
-    """Tokens that the target added after drafts of which every token was accepted."""
-    forced: int = 0
-    """Accepted tokens that a grammar forced, and guesses between such, which are not draft tokens."""
+    bonus: int = 0  # tokens that the target added after drafts of which every token was accepted
+    forced: int = 0  # accepted tokens that a grammar forced, and guesses between such, which are not draft tokens
     emitted: int = 0
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -146,8 +141,7 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 @dataclass(frozen=True)
 class ModelSource:
     name: str
-    load: Callable[[], Loaded]
-    """Raises EagleError if the model is not available."""
+    load: Callable[[], Loaded]  # raises EagleError if the model is not available
     max_batch: int = 8
     nbytes: Callable[[], int] = lambda: 0
     """Memory of the loaded model, including its KV cache. Raises what `load` would raise, if the files show it."""
@@ -238,8 +232,7 @@ class Call(Job):
         self.first_token: float | None = None
         self.outputs: list[Output] = []
         self.failed = False
-        self.beginning: asyncio.Future[Any] | None = None
-        """The task that prepares the requests."""
+        self.beginning: asyncio.Future[Any] | None = None  # the task that prepares the requests
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float) -> None:
         """answer_seconds: time limit of each request, from its first token."""

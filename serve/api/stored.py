@@ -10,20 +10,16 @@ from typing import Any
 from .answer import dumps
 from .errors import ApiError
 
-_ITEM_BYTES = 60
-"""Memory of a stored item besides its JSON, at most: an object, and its place in a list."""
-_RESPONSE_BYTES = 1000
-"""Memory of a stored response besides its items and its JSON, at most."""
+_ITEM_BYTES = 60  # memory of a stored item besides its JSON, at most: an object, and its place in a list
+_RESPONSE_BYTES = 1000  # memory of a stored response besides its items and its JSON, at most
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     json: bytes
-    items: Sequence[bytes]
-    """The whole conversation, including the response, as JSON."""
+    items: Sequence[bytes]  # the whole conversation, including the response, as JSON
     client: str
-    nbytes: int
-    """Memory that it takes, as if it shared no items with earlier turns."""
+    nbytes: int  # memory that it takes, as if it shared no items with earlier turns
 
     @classmethod
     def of(cls, response: Mapping[str, Any], before: Sequence[bytes], client: str) -> StoredResponse:
@@ -41,8 +37,7 @@ class ResponseMemory:
 
     def __init__(self, most: int, most_bytes: int):
         self.most, self.most_bytes = most, most_bytes
-        self._nbytes = Counter[str]()
-        """By client."""
+        self._nbytes = Counter[str]()  # by client
         self._responses: dict[str, StoredResponse] = {}
 
     @property

@@ -34,10 +34,8 @@ log = logging.getLogger("eagle_mlx.serve")
 T = TypeVar("T")
 _DIED = "the engine's thread died"
 
-TIME = "time"
-"""`Output.cut_off` of a request that took too long."""
-EXIT_SECONDS = 4.0
-"""Time to send errors after the engine is lost; then the process exits."""
+TIME = "time"  # `Output.cut_off` of a request that took too long
+EXIT_SECONDS = 4.0  # time to send errors after the engine is lost; then the process exits
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 
 
@@ -45,12 +43,9 @@ _NO_TOKEN = "the request ran out of time before its first token; send a shorter 
 class RequestEvent:
     index: int
     tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob] = ()
-    """One per token, if requested."""
-    output: Output | None = None
-    """The complete output once the request has ended."""
-    from_draft: bytes | bytearray = b""
-    """A byte for each token: 1 if it is an accepted draft token."""
+    logprobs: Sequence[TokenLogprob] = ()  # one per token, if requested
+    output: Output | None = None  # the complete output once the request has ended
+    from_draft: bytes | bytearray = b""  # a byte for each token: 1 if it is an accepted draft token
 
     def part(self, part: slice) -> RequestEvent:
         """Return an event of some of the tokens; the last part has the output."""
@@ -62,13 +57,10 @@ class RequestEvent:
 class Job:
     """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
 
-    deadline: float
-    """When they must have ended, by the worker's clock."""
-    unfinished: int
-    """Requests that have not ended, including those not created yet."""
+    deadline: float  # when they must have ended, by the worker's clock
+    unfinished: int  # requests that have not ended, including those not created yet
     requests: Sequence[RequestState] = ()
-    answer_seconds: float = inf
-    """Limit of each, from its first token to its end."""
+    answer_seconds: float = inf  # limit of each, from its first token to its end
     _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
     _ended: set[int] = field(default_factory=set)
 
@@ -120,15 +112,11 @@ class Worker:
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading, self._stopped = False, Event()
-        self._lost = ""
-        """Why the engine will not answer anymore."""
+        self._lost = ""  # why the engine will not answer anymore
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        self._texts: Remembered = {}
-        """The memory of texts while the model is not loaded, unless it is in a file."""
-        self.loaded: Loaded | None = None
-        """None unless the model is fully loaded."""
-        self.failure: BaseException | None = None
-        """The error of the last load or of the engine."""
+        self._texts: Remembered = {}  # the memory of texts while the model is not loaded, unless it is in a file
+        self.loaded: Loaded | None = None  # None unless the model is fully loaded
+        self.failure: BaseException | None = None  # the error of the last load or of the engine
         self.clock: Callable[[], float] = perf_counter
         self.work: tuple[float, bool] | None = None
         """When the present work of the thread began, by the clock, and whether it is a step; None while it waits."""

@@ -25,8 +25,7 @@ from .modes import BenchModels, EngineMode, MlxLmMode, Mode, Timed, take_turns
 from .options import BASELINES, BenchConfig
 from .report import BenchRun, Category
 
-GROUP_PER_ROW = 4
-"""Prompts per row of the batch in one turn. Rows that end early are filled with further prompts."""
+GROUP_PER_ROW = 4  # Prompts per row of the batch in one turn. Rows that end early are filled with further prompts.
 
 
 def acceptance_length(outputs: Sequence[Output]) -> float:
@@ -96,8 +95,7 @@ def _is_near_tie(target: Target, tokens: list[int], candidates: set[int], params
     return all(by_token.max() - by_token[candidate] < tolerance_for(target) for candidate in candidates)
 
 
-Place = tuple[int, int]
-"""The number of a question, and of one of its turns."""
+Place = tuple[int, int]  # the number of a question, and of one of its turns
 
 
 @dataclass

@@ -32,13 +32,10 @@ class Mode(ABC):
     name: ModeName
     batch = 1
     depth = 0
-    nodes = 0
-    """Tokens of a draft tree; 0 for chains."""
+    nodes = 0  # tokens of a draft tree; 0 for chains
     policy: PolicyName = "fixed"
-    weights = 0
-    """Bytes of the weights of the models that this mode uses."""
-    held = 0
-    """Bytes that this mode keeps between its turns, without weights."""
+    weights = 0  # bytes of the weights of the models that this mode uses
+    held = 0  # bytes that this mode keeps between its turns, without weights
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
@@ -49,8 +46,7 @@ class Mode(ABC):
         mx.synchronize()
 
 
-Watch = Callable[[Mode, int], None]
-"""Called before each turn and after each step, with the number of new tokens so far."""
+Watch = Callable[[Mode, int], None]  # called before each turn and after each step, with the number of new tokens so far
 
 
 @dataclass
@@ -62,8 +58,7 @@ class Timed:
     watch: Watch
     seconds: float = 0.0
     tokens: int = 0
-    peak: int = 0
-    """The most bytes that MLX used at a time for this mode, without what other modes hold."""
+    peak: int = 0  # the most bytes that MLX used at a time for this mode, without what other modes hold
     is_done: bool = False
     outputs: list[Output] = field(default_factory=list)
 
@@ -191,8 +186,7 @@ class BenchModels:
     head: DraftHead | None = None
     draft: Target | None = None
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    prior: bool = False
-    """Whether policies begin with the target's cost curve."""
+    prior: bool = False  # whether policies begin with the target's cost curve
     window: tuple[int | None, int | None] = (None, None)
     """The head's draft window and sink; None for those of its training."""
 
@@ -229,8 +223,7 @@ class EngineMode(Mode):
         self.batch, self.depth = batch, depth
         self.nodes = nodes
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
-        self._excluded = 0.0
-        """Seconds of other modes' turns, which the clock leaves out."""
+        self._excluded = 0.0  # seconds of other modes' turns, which the clock leaves out
         more = {"max_batch": batch, "clock": self.clock}
         self.engine = speculation.engine(target, models.new_proposer(name), models.memory, **more)
         proposer = self.engine.proposer

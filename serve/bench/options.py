@@ -25,8 +25,7 @@ NEEDS: dict[ModeName, tuple[str, ...]] = {
 }
 """Modes that need a second model, and the flags that name one."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
-RANDOM = "random"
-"""The value of `--head` for random weights: the worst case."""
+RANDOM = "random"  # the value of `--head` for random weights: the worst case
 
 
 @dataclass(frozen=True)

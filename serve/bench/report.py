@@ -31,15 +31,11 @@ class BenchRun:
     mode: str
     batch: int
     depth: int
-    nodes: int
-    """Tokens of a draft tree; 0 for chains."""
-    policy: str
-    """How many of `depth` tokens are drafted: `fixed` for all."""
+    nodes: int  # tokens of a draft tree; 0 for chains
+    policy: str  # how many of `depth` tokens are drafted: `fixed` for all
     temperature: float
-    tokens_per_second: float
-    """Generated tokens over wall time, prefill included."""
-    decode_tokens_per_second: float | None
-    """The same without the first token and the time to it."""
+    tokens_per_second: float  # generated tokens over wall time, prefill included
+    decode_tokens_per_second: float | None  # the same without the first token and the time to it
     ratio_to_mlx_lm: float | None
     """The ratio of tokens_per_second, as the median of the repeats' ratios. None if mlx-lm was not measured."""
     ratio_to_mlx_lm_batch: float | None
@@ -51,17 +47,13 @@ class BenchRun:
     """Whether rounding excuses all differences from the reference. None for mlx-lm's own sampling and batches."""
     identical_count: int | None
     excused: int | None
-    prompts: int
-    """The number of prompts in the figures. Identity covers left-out prompts as well."""
+    prompts: int  # The number of prompts in the figures. Identity covers left-out prompts as well.
     left_out_looping: int
     tokens: int
-    seconds: float
-    """Seconds of one repeat."""
+    seconds: float  # seconds of one repeat
     by_category: tuple[Category, ...] = ()
-    reference: str = ""
-    """The mode whose texts are the reference."""
-    prompt_tokens_per_second: float = 0.0
-    """Prompt tokens over the time to the first new token."""
+    reference: str = ""  # the mode whose texts are the reference
+    prompt_tokens_per_second: float = 0.0  # prompt tokens over the time to the first new token
     acceptance_rate: float | None = None
     """The share of draft tokens that were accepted. None if none were drafted, or for mlx-lm's drafts."""
     peak_bytes: int = 0
@@ -72,8 +64,7 @@ _SETTINGS = ("batch", "depth", "policy", "temp")
 _SPEEDS = ("tokens/s", "decode", "prompt", "x mlx-lm", "x batched", "x plain", "tau", "identical")
 _DRAFTS = ("accepted", "by position", "peak MB")
 _BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "x plain", "tau")
-_TEXTS = ("category", "mode", "policy", "by position", "identical")
-"""Columns that are aligned on the left."""
+_TEXTS = ("category", "mode", "policy", "by position", "identical")  # columns that are aligned on the left
 Cells = dict[str, str]
 
 

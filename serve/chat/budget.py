@@ -12,10 +12,8 @@ from eagle_mlx.sampling_params import Grammar
 from .families import templates
 from .template import ChatFormat
 
-_OPENING, _ENDED = -1, -2
-"""States of an answer; while it thinks, its state is the number of tokens of the thought."""
-_LONGEST_OPENING = 64
-"""Tokens of an answer in which its thought must begin, blanks included."""
+_OPENING, _ENDED = -1, -2  # states of an answer; while it thinks, its state is the number of tokens of the thought
+_LONGEST_OPENING = 64  # tokens of an answer in which its thought must begin, blanks included
 
 
 def with_budget(
@@ -55,8 +53,7 @@ class BudgetedThought:
         self._decode, (self._start, self._end), self._tag = tokenizer.decode, tags, list(tag)
         self._vocab, self._most, self._inner = vocab, most, inner
         self._tokens = list[int]()
-        self._states = [0 if is_open else _OPENING]
-        """Before the first token, and after each."""
+        self._states = [0 if is_open else _OPENING]  # before the first token, and after each
 
     @property
     def free_tokens(self) -> int:

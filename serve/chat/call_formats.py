@@ -243,12 +243,9 @@ class Notation:
     """How calls are written between their tags."""
 
     parse: BodyParser
-    lead: str
-    """A pattern that every body's beginning matches; `NAMES` stands for the names of offered functions."""
-    tails: tuple[str, ...] = ()
-    """Texts of which one ends a call's body. Empty if only the parser can tell."""
-    has_section: bool = False
-    """Whether the tags hold a section of calls, each of which ends with one of `tails`."""
+    lead: str  # a pattern that every body's beginning matches; `NAMES` stands for the names of offered functions
+    tails: tuple[str, ...] = ()  # Texts of which one ends a call's body. Empty if only the parser can tell.
+    has_section: bool = False  # whether the tags hold a section of calls, each of which ends with one of `tails`
 
 
 _JSON_LEAD = r"\s{0,9}[\[{]"

@@ -14,15 +14,13 @@ from typing import Any
 
 from .tools import REACH, Offer, Types, typed_value
 
-Call = dict[str, Any]
-"""`name`, `arguments`, and perhaps `id`, which may be None."""
+Call = dict[str, Any]  # `name`, `arguments`, and perhaps `id`, which may be None
 BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
 """Maps a body, the offered functions, and whether no more text follows, to the calls and the length that they take.
 
 If no more text follows, the last value or function may lack its own end tag. Raises any exception if there is no call.
 """
-_LONGEST_NAME = 256
-"""Characters of a function's name and the blanks around it."""
+_LONGEST_NAME = 256  # characters of a function's name and the blanks around it
 
 
 class OpenBodyError(ValueError):
@@ -42,11 +40,9 @@ class Markup:
     All repeats are bounded, so that a search takes linear time.
     """
     function_end: str
-    parameter: str
-    """A pattern with a group `key`, and perhaps `kind`."""
+    parameter: str  # a pattern with a group `key`, and perhaps `kind`
     parameter_end: str
-    restart: str
-    """A pattern of the text between two calls, which no value may contain: it would be another call."""
+    restart: str  # a pattern of the text between two calls, which no value may contain: it would be another call
     has_lines: bool = False
     """Whether a line break after a parameter's tag, and one before its end tag, belong to the tags."""
     value: Callable[[str, str | None, Types], Any] = lambda text, kind, types: typed_value(text, types)

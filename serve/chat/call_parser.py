@@ -25,8 +25,7 @@ from .tools import (
     safe_length,
 )
 
-_MOST_MALFORMED = 64
-"""Failed calls after which an answer is plain text: each may cost another pass over the rest."""
+_MOST_MALFORMED = 64  # failed calls after which an answer is plain text: each may cost another pass over the rest
 _MOST_PARSED = 1 << 24
 """Characters to parse in an answer, about a second: a body with many end tags in its values is parsed at each."""
 _LEAST_FRAGMENT = 6
@@ -131,16 +130,13 @@ class ToolCallParser:
             self._ends[start] = (*self._ends.get(start, ()), end)
         self._think_end = "" if think_end in self._ends[tags.start] else think_end
         self._text = ""
-        self._is_inside = False
-        """Whether a call's body is open. It starts at `_body` in the text."""
+        self._is_inside = False  # Whether a call's body is open. It starts at `_body` in the text.
         self._body = 0
-        self._begin = ""
-        """The opening tag of the open call."""
+        self._begin = ""  # the opening tag of the open call
         self._searched = 0
         self._malformed, self._parsed = 0, 0
         self._count = 0
-        self._ready: Read = None
-        """What was read while it is not certain that a thought only mentions it."""
+        self._ready: Read = None  # what was read while it is not certain that a thought only mentions it
         self._begins_line = True
         self._follows_bare = False
 
@@ -354,8 +350,7 @@ class BareCallParser(ToolCallParser):
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
         self._unfenced = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
         self._fenced = rf"(?:{_FENCE}|{_LINE})(?P<body>{listed}|{name}\()"
-        self._fence = ""
-        """The beginning of the fence of the last call, if it is still open."""
+        self._fence = ""  # the beginning of the fence of the last call, if it is still open
         self._brackets = Brackets()
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:

@@ -16,8 +16,7 @@ from eagle_mlx.errors import ConfigError
 from .tools import AnswerStates, CallForm, Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
-TagWriter = Callable[[str], str]
-"""Maps a tag to its form in a grammar: its special tokens if it has any, else its text."""
+TagWriter = Callable[[str], str]  # maps a tag to its form in a grammar: its special tokens if it has any, else its text
 
 _WHITE_SPACE = r"[ \n\r\t]{1,40}"
 """White space between parts of JSON. The limit keeps a model from filling its answer with blanks."""
@@ -102,10 +101,8 @@ def is_loose(tool: Tool) -> bool:
 
 
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_MOST_BOUND = 2**53
-"""Bounds beyond it say only that a number has 64 bits; llguidance cannot write them as expressions."""
-_BEYOND_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
-"""Look-around and backreferences in patterns."""
+_MOST_BOUND = 2**53  # bounds beyond it say only that a number has 64 bits; llguidance cannot write them as expressions
+_BEYOND_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")  # look-around and backreferences in patterns
 
 
 def _enforceable(schema: Any) -> Any:
@@ -186,8 +183,7 @@ def _check(matcher: LLMatcher) -> None:
         raise ConfigError(f"the text cannot follow it any further: {reason}")
 
 
-_SPELLINGS = 64
-"""Tokens that may begin a text that must follow: at most one for each of its beginnings."""
+_SPELLINGS = 64  # tokens that may begin a text that must follow: at most one for each of its beginnings
 _LONGEST_REASON = 400
 
 

@@ -17,8 +17,7 @@ from .. import log_once
 from .tools import CallForm, Tool, ToolCallTags
 
 Message = Mapping[str, Any]
-PARAGRAPH = "\n\n"
-"""Separates texts that came separately."""
+PARAGRAPH = "\n\n"  # separates texts that came separately
 
 _COMMON_KEYS = {"role", "content", "name"}
 _MORE_KEYS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
@@ -85,8 +84,7 @@ def with_whole_pairs(text: str) -> str:
     return _ESCAPE.sub(lambda match: r"\ufffd" if len(match[0]) == 6 else match[0], text) if r"\u" in text else text
 
 
-Way = tuple[list[dict[str, Any]], Mapping[str, Any]]
-"""Messages and the template's other arguments."""
+Way = tuple[list[dict[str, Any]], Mapping[str, Any]]  # messages and the template's other arguments
 
 
 def ways_to_render(
@@ -236,10 +234,8 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool], form: CallForm, 
 
 _PIECE = re.compile(r"[^\s\"'\\<>&/]+(?: [^\s\"'\\<>&/]+)*")
 """Text that templates write as it is: they trim white space, escape JSON, and remove tags."""
-_FLAG = re.compile(r"/(?:no_?)?think\b")
-"""Switches of reasoning in messages, which templates remove."""
-_HEAD = 4096
-"""Characters of a message in which to look for such text."""
+_FLAG = re.compile(r"/(?:no_?)?think\b")  # switches of reasoning in messages, which templates remove
+_HEAD = 4096  # characters of a message in which to look for such text
 _MOST_PIECES = 4
 """Pieces of a message, longest first, of which one must be in the prompt; the others are no shorter than half."""
 _MOST_SEARCHES = 64

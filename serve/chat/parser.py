@@ -18,8 +18,7 @@ from .template import ChatFormat
 from .tools import AnswerStates, Tool, ToolCall, begins_line, leading_tag, safe_length
 
 Kind = Literal["content", "reasoning"]
-_OPENING = "opening"
-"""The state before the first word."""
+_OPENING = "opening"  # the state before the first word
 
 
 class ReasoningParser:
@@ -31,12 +30,9 @@ class ReasoningParser:
     def __init__(self, tags: AnswerStates, starts_in_reasoning: bool = False, continued: bool = False):
         self._tags = tags
         self._state = "reasoning" if starts_in_reasoning else "content" if continued else tags.initial or _OPENING
-        self._is_fresh = starts_in_reasoning and not continued
-        """Whether no text has followed the last tag."""
-        self._begins_line = True
-        """Whether only blanks have followed the last line break or tag."""
-        self._is_interrupted = False
-        """Whether a call has just ended a thought, whose end tag may still follow."""
+        self._is_fresh = starts_in_reasoning and not continued  # whether no text has followed the last tag
+        self._begins_line = True  # whether only blanks have followed the last line break or tag
+        self._is_interrupted = False  # whether a call has just ended a thought, whose end tag may still follow
         self._text = ""
 
     @property
@@ -147,8 +143,7 @@ class AnswerParser:
         self._calls = calls(tags, tools, format.thoughts.think_end, enforced) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning, continued)
         self._several = several
-        self.has_ended = False
-        """Whether the only allowed call is complete. Text after it is dropped."""
+        self.has_ended = False  # Whether the only allowed call is complete. Text after it is dropped.
 
     @property
     def has_open_call(self) -> bool:

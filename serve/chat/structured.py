@@ -26,8 +26,7 @@ from .tools import Tool, ToolOffer, tool_names, without
 
 COMPILE_SECONDS = 5.0
 """The limit for compiling. Ordinary schemas take less than 0.1 s and those of 256 KiB up to 2 s, on an idle machine."""
-MOST_MEMORY = 256 << 20
-"""Bytes for compiling a grammar: about twice as much as llguidance's own limits allow."""
+MOST_MEMORY = 256 << 20  # bytes for compiling a grammar: about twice as much as llguidance's own limits allow
 MOST_SCHEMA_BYTES = 256 * 1024
 """The limit for all schemas of one request, as JSON text. Agents offer 45 tools of 75 KB."""
 _MOST_KEPT = 16

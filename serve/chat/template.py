@@ -21,8 +21,7 @@ from .tools import AnswerStates, Tool, ToolCallTags, without
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
-CONTINUED = "continue_final_message"
-"""The argument that names the field of the last message that an answer continues."""
+CONTINUED = "continue_final_message"  # the argument that names the field of the last message that an answer continues
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 _RESERVED -= {"add_generation_prompt"}
 """Arguments of the rendering itself. Requests cannot set them, or have their own fields for them."""
@@ -33,8 +32,7 @@ class Chat:
     """A conversation, rendered by a model's template."""
 
     tokenizer: TokenizerWrapper
-    messages: list[dict[str, Any]]
-    """The messages in the form that the template takes."""
+    messages: list[dict[str, Any]]  # the messages in the form that the template takes
     arguments: Mapping[str, Any]
     text: str
 
@@ -148,8 +146,7 @@ class ChatFormat:
 
     tokenizer: TokenizerWrapper
     thoughts: AnswerStates
-    calls: ToolCallTags | None
-    """None if there is no parser for the model's calls."""
+    calls: ToolCallTags | None  # None if there is no parser for the model's calls
 
     @classmethod
     def of(cls, target: Target) -> ChatFormat:

@@ -22,10 +22,8 @@ class ToolOffer:
     """The tools offered to a model, and whether it must call one."""
 
     tools: tuple[Tool, ...] = ()
-    forced: tuple[Tool, ...] = ()
-    """If not empty, the model must call one of these."""
-    several: bool = True
-    """Whether an answer may contain several calls."""
+    forced: tuple[Tool, ...] = ()  # if not empty, the model must call one of these
+    several: bool = True  # whether an answer may contain several calls
 
     @property
     def strict(self) -> tuple[Tool, ...]:
@@ -74,12 +72,10 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 class ToolCall:
     """A call in an answer, or the next piece of one. Pieces after the first have neither id nor name."""
 
-    index: int
-    """Its position among the answer's calls."""
+    index: int  # its position among the answer's calls
     id: str
     name: str
-    arguments: str
-    """The JSON text of an object, or a piece of it."""
+    arguments: str  # the JSON text of an object, or a piece of it
 
     def joined(self, piece: ToolCall) -> ToolCall:
         return replace(self, arguments=self.arguments + piece.arguments)
@@ -120,20 +116,13 @@ class CallForm:
 class ToolCallTags:
     """The tags of a model's calls, and the notation between them."""
 
-    start: str
-    """Empty if calls have no tags (`BareCallParser`)."""
-    end: str
-    """Empty if a call lasts until the next one, or until the answer ends."""
-    parser: str
-    """The name of the notation in `NOTATIONS`."""
-    form: CallForm | None = None
-    """None if grammars cannot describe the calls."""
-    one_by_one: bool = False
-    """Whether the template writes only one call per message."""
-    rewrites: bool = False
-    """Whether tools and calls become text if the template ignores them."""
-    variants: tuple[tuple[str, str], ...] = ()
-    """Other tags of the same notation: start and end."""
+    start: str  # empty if calls have no tags (`BareCallParser`)
+    end: str  # empty if a call lasts until the next one, or until the answer ends
+    parser: str  # the name of the notation in `NOTATIONS`
+    form: CallForm | None = None  # None if grammars cannot describe the calls
+    one_by_one: bool = False  # whether the template writes only one call per message
+    rewrites: bool = False  # whether tools and calls become text if the template ignores them
+    variants: tuple[tuple[str, str], ...] = ()  # other tags of the same notation: start and end
     bare: tuple[str, str] | None = None
     """The beginning of a function and its end, if it has no tags around it, or models forget them."""
 
@@ -146,16 +135,12 @@ class AnswerStates:
     think_end: str = ""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     """For each state (`content`, `reasoning`, or a state of the template's own): tags, and the states they lead to."""
-    initial: str = ""
-    """The state in which an answer begins, if it is not content or reasoning."""
-    resume: str = ""
-    """The text that follows a thought, before content or calls."""
-    answer: str = ""
-    """The text before content, with a grammar."""
+    initial: str = ""  # the state in which an answer begins, if it is not content or reasoning
+    resume: str = ""  # the text that follows a thought, before content or calls
+    answer: str = ""  # the text before content, with a grammar
 
 
-REACH = 64
-"""Characters of white space that may precede a tag on its line."""
+REACH = 64  # characters of white space that may precede a tag on its line
 
 
 def leading_tag(text: str, tag: str, final: bool) -> int | None:
@@ -186,20 +171,16 @@ def safe_length(text: str, tags: Sequence[str]) -> int:
     return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
 
 
-Types = frozenset[str]
-"""The JSON types that a schema allows; empty if they are unknown."""
-Offer = Mapping[str, Mapping[str, Types]]
-"""For each offered function, its parameters and their types."""
-_DEEPEST = 16
-"""Schemas nested deeper have no known type."""
+Types = frozenset[str]  # the JSON types that a schema allows; empty if they are unknown
+Offer = Mapping[str, Mapping[str, Types]]  # for each offered function, its parameters and their types
+_DEEPEST = 16  # schemas nested deeper have no known type
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {
     **{"str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number"},
     **{"bool": "boolean", "dict": "object", "list": "array"},
 }
 """Names of types that tools have although JSON Schema does not."""
-_INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")
-"""Python refuses to read integers of more than 4,300 digits."""
+_INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")  # Python refuses to read integers of more than 4,300 digits
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 

@@ -32,8 +32,7 @@ LIMITS = llguidance.LLParserLimits(
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _DEEP_STACK = 64 << 20
 """Bytes. llguidance follows references by recursion: a schema of 64 KiB that has only references takes half."""
-_SIZING = threading.Lock()
-"""Held while threads start with another stack, because the setting is the whole process's."""
+_SIZING = threading.Lock()  # held while threads start with another stack, because the setting is the whole process's
 
 Places = tuple[tuple[str, str, bool], ...]
 """For each schema: its place in the request, its JSON text, and whether keywords that are not supported are ignored."""

@@ -24,19 +24,15 @@ from eagle_mlx.target import Target
 
 Step = Callable[[], None]
 Name = TypeVar("Name")
-LEAST = 5
-"""Steps that are timed, however long they take."""
+LEAST = 5  # steps that are timed, however long they take
 POSITIONS = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9, 33, 10, 12, 14, 11, 13, 15)
 """Positions of a verify, in an order that gives a slow machine a coarse curve in time."""
-CONTEXT = 512
-"""Tokens before a verify or a draft."""
+CONTEXT = 512  # tokens before a verify or a draft
 REPEATS = 20
 _DRAFTED = 4
 _CHUNKS = 4
-WIDTHS = (2, 4, 8, 16)
-"""Positions of the verifies whose bits are compared with those of single positions."""
-CHANCES = (0.6, 0.8)
-"""Shares of accepted draft tokens: a usual head, a good one."""
+WIDTHS = (2, 4, 8, 16)  # positions of the verifies whose bits are compared with those of single positions
+CHANCES = (0.6, 0.8)  # shares of accepted draft tokens: a usual head, a good one
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,9 @@ class SameBits:
 class BestChain:
     """The fastest chain of draft tokens by the measured steps, if each is accepted with some probability."""
 
-    acceptance: float
-    """The probability that a draft token is accepted if those before it are."""
-    depth: int
-    """Draft tokens per round; 0 if plain decoding is fastest."""
-    speed: float
-    """Relative to plain decoding."""
+    acceptance: float  # the probability that a draft token is accepted if those before it are
+    depth: int  # draft tokens per round; 0 if plain decoding is fastest
+    speed: float  # relative to plain decoding
 
 
 def take_turns(

@@ -29,30 +29,22 @@ from . import measure
 from .measure import BestChain, SameBits, Steps
 from .options import PRINT, USUAL, DoctorOptions
 
-_SHARE = 0.5
-"""The share of the free memory for the weights."""
-_DRAFTED = 32_000
-"""The draft vocabulary of published EAGLE-3 heads."""
-_CACHED = 4096
-"""Tokens of the request whose caches are shown; fewer if the model reads fewer."""
-_JUMP = 1.25
-"""A verify that costs this many times one of a position less is worth a word."""
-_BUSY = 1.3
-"""A spread above this means that other programs were at work."""
-_LITTLE = 1.1
-"""A gain below this is hardly worth a head."""
+_SHARE = 0.5  # the share of the free memory for the weights
+_DRAFTED = 32_000  # the draft vocabulary of published EAGLE-3 heads
+_CACHED = 4096  # tokens of the request whose caches are shown; fewer if the model reads fewer
+_JUMP = 1.25  # a verify that costs this many times one of a position less is worth a word
+_BUSY = 1.3  # a spread above this means that other programs were at work
+_LITTLE = 1.1  # a gain below this is hardly worth a head
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
     name: str
     random_weights: bool
-    bits: int | None
-    """None if it is not quantized."""
+    bits: int | None  # None if it is not quantized
     dtype: str
     weights_gb: float
-    cache_mb: float = 0.0
-    """Megabytes of the caches of one request of `cache_tokens`."""
+    cache_mb: float = 0.0  # megabytes of the caches of one request of `cache_tokens`
     cache_tokens: int = 0
 
     def __str__(self) -> str:
@@ -64,16 +56,12 @@ class MeasuredModel:
 @dataclass(frozen=True)
 class Findings:
     machine: Machine
-    free_gb: float
-    """Memory that is left with the model loaded; on a GPU, of what the device recommends to use."""
-    wired_limit_mb: int | None
-    """macOS's limit for wired memory: 0 is the system's own; None elsewhere."""
+    free_gb: float  # memory that is left with the model loaded; on a GPU, of what the device recommends to use
+    wired_limit_mb: int | None  # macOS's limit for wired memory: 0 is the system's own; None elsewhere
     model: MeasuredModel
     steps: Steps
-    prefill: float
-    """Tokens per second."""
-    curve_at_load: Curve
-    """Tokens and seconds of a forward, as commands measure them when they load a model."""
+    prefill: float  # tokens per second
+    curve_at_load: Curve  # tokens and seconds of a forward, as commands measure them when they load a model
     same_bits: Sequence[SameBits]
     chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
