@@ -16,7 +16,7 @@ from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
-from eagle_mlx import Engine, Output
+from eagle_mlx import Output
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 
@@ -173,12 +173,8 @@ class Service:
         return not self._calls
 
     @property
-    def engine(self) -> Engine | None:
-        return self.worker.loaded.engine if self.worker.loaded is not None else None
-
-    @property
     def running(self) -> int:
-        return self.engine.active if self.engine else 0
+        return loaded.engine.active if (loaded := self.worker.loaded) is not None else 0
 
     @property
     def waiting(self) -> int:
@@ -193,7 +189,7 @@ class Service:
     @property
     def ranks(self) -> int:
         """Processes that share the model."""
-        return self.engine.target.ranks if self.engine else 1
+        return loaded.target.ranks if (loaded := self.worker.loaded) is not None else 1
 
     def admit(self, count: int, client: str = "") -> Call:
         """Admit an HTTP request that needs `count` slots. The model stays loaded for it. Raises ApiError 400 or 429."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.sampling_params import Grammar
 
@@ -32,25 +31,16 @@ def with_budget(
     tag = tokenizer.encode(f"\n{end}" if is_on_own_line else end, add_special_tokens=False)
     if end not in tokenizer.decode(tag):
         return inner
-    tags = format.thoughts.think_start, end
-    return lambda: BudgetedThought(tokenizer, tags, tag, vocab, most, is_open, inner() if inner else None)
+    return lambda: BudgetedThought(format, tag, vocab, most, is_open, inner() if inner else None)
 
 
 class BudgetedThought:
     """A grammar that only forces the end of a thought, unless the answer must also follow another one."""
 
-    def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        tags: tuple[str, str],
-        tag: Sequence[int],
-        vocab: int,
-        most: int,
-        is_open: bool,
-        inner: Grammar | None,
-    ):
-        """tags: texts that start and end a thought. tag: the tokens that end it. For the others, see `with_budget`."""
-        self._decode, (self._start, self._end), self._tag = tokenizer.decode, tags, list(tag)
+    def __init__(self, format: ChatFormat, tag: list[int], vocab: int, most: int, is_open: bool, inner: Grammar | None):
+        """tag: the tokens that end a thought. For the others, see `with_budget`."""
+        self._decode, self._tag = format.tokenizer.decode, tag
+        self._start, self._end = format.thoughts.think_start, format.thoughts.think_end
         self._vocab, self._most, self._inner = vocab, most, inner
         self._tokens = list[int]()
         self._states = [0 if is_open else _OPENING]  # before the first token, and after each

@@ -119,13 +119,11 @@ def _headed(header: str, end: str = r"\s*", value: Callable[[str, int], tuple[An
     return parse
 
 
-def _message(text: str, at: int) -> tuple[Any, int]:
-    return json_value(text, at) if at < len(text) else ({}, at)
-
-
 # A name, perhaps a channel and a content type, and JSON arguments, which may be missing.
 parse_harmony = _headed(
-    r"(?P<name>[\w.-]{1,128})[^{<]{0,32}(?:<\|[^{]{0,200}?)?<\|message\|>", r"\s*\Z", value=_message
+    r"(?P<name>[\w.-]{1,128})[^{<]{0,32}(?:<\|[^{]{0,200}?)?<\|message\|>",
+    r"\s*\Z",
+    lambda text, at: json_value(text, at) if at < len(text) else ({}, at),
 )
 # V3 and R1 write `function<sep>name` and a block of JSON, V3.1 writes `name<sep>JSON`.
 parse_deepseek = _headed(

@@ -532,5 +532,5 @@ def test_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
         server.until(lambda: server.service.running == 4)
         assert other.post(CHAT, json=SHORT | {"max_tokens": 4}).status_code == 200
         assert again.result(PATIENCE) == alone
-        assert server.service.engine is not None
-        assert server.service.engine.pauses >= 1
+        assert server.service.loaded is not None
+        assert server.service.loaded.engine.pauses >= 1

@@ -150,7 +150,7 @@ def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
                 assert answer.status_code == 200
             services = server.models.services
             assert [service.state for service in services.values()] == states
-            assert services["b"].engine.kv_budget.nbytes == 2_000_000
+            assert services["b"].loaded.engine.kv_budget.nbytes == 2_000_000
     assert any(line.startswith("b: target: ") for line in said)
 
 

@@ -220,6 +220,6 @@ def test_answers_are_as_declared_while_another_client_holds_every_row() -> None:
     ):
         server.until(lambda: server.service.running == 4)
         answers_are_as_the_clients_declare_them(server.http)
-        assert server.service.engine is not None
-        assert server.service.engine.pauses >= 1
+        assert server.service.loaded is not None
+        assert server.service.loaded.engine.pauses >= 1
         assert server.service.running + server.service.waiting == 8  # none of them has ended
