@@ -113,7 +113,6 @@ class Answer(ABC):
             outputs |= {event.index: event.output for event in await self.call.events() if event.output is not None}
         ordered = [outputs[index] for index in range(len(outputs))]
         if error := failure(ordered):
-            self.call.failed = True
             raise error
         return self.response(ordered)
 
@@ -126,7 +125,6 @@ class Answer(ABC):
             text = ""
             for event in await self.call.events():
                 if event.output is not None and (error := failure([event.output])):
-                    self.call.failed = True
                     yield text.encode() + self.pending.fail(error)
                     return
                 text += "".join(self.write(event.part(part)) for part in self.pieces(event))
