@@ -176,13 +176,13 @@ def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int
 
 def weights_bytes(config: LoadConfig) -> int:
     """Return the bytes of the weights of target and head or draft model. Raises EagleError if one is not available."""
-    return sum(file.stat().st_size for folder in _folders(config) for file in _weights(folder))
+    return sum(file.stat().st_size for folder in _folders(config) for file in hub.weight_files(folder))
 
 
 def check_files(config: LoadConfig) -> None:
     """Raise EagleError if a model cannot be loaded, as its configs, tokenizer and headers of weights show."""
     for folder in _folders(config):
-        if not _weights(folder):
+        if not hub.weight_files(folder):
             raise TargetError(f"{folder} has no weights; download or create them again")
         for file in folder.glob("*.safetensors"):
             check_length(file)
@@ -196,7 +196,3 @@ def _folders(config: LoadConfig) -> list[Path]:
     head = None if speculation.head in (AUTO, NO_HEAD) else speculation.head
     named = [config.name, *(place for place in (head, speculation.draft_model) if place is not None)]
     return [hub.resolve(place, config.loading.trust_remote_code) for place in named]
-
-
-def _weights(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
