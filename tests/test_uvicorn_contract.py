@@ -1,7 +1,8 @@
 """What `serve/api/server.py` needs of uvicorn beyond its documentation. If a test fails, uvicorn has changed.
 
 Without the parser of its own, the server has no limits on framing, and connections that send or read nothing stay
-open. Without the error, a malformed request whose answer has begun leaves a traceback instead of a closed connection.
+open; those are among the connections that uvicorn counts, and it knows to which it cannot write. Without the error, a
+malformed request whose answer has begun leaves a traceback instead of a closed connection.
 Without `handle_exit`, SIGTERM ends requests instead of letting them finish.
 """
 
@@ -82,6 +83,25 @@ def test_a_connection_reads_and_writes_with_the_parser_set_in_its_constructor() 
             await reader.readuntil(b"1\r\nx\r\n")
 
     serve(talk)
+
+
+def test_open_connections_are_known_and_which_of_them_are_not_read() -> None:
+    opened: set[Any] = set()
+
+    async def talk(connection: Replaced, reader: StreamReader, writer: StreamWriter) -> None:
+        opened.update(connection.server_state.connections)
+        assert opened == {connection}
+        assert not connection.flow.write_paused
+        connection.pause_writing()
+        assert connection.flow.write_paused
+        connection.resume_writing()
+        assert not connection.flow.write_paused
+        writer.write(b"0\r\n\r\n")
+        await reader.readuntil(b"0\r\n\r\n")
+
+    serve(talk)
+    [connection] = opened
+    assert not connection.server_state.connections, "a lost one is forgotten"
 
 
 def test_a_malformed_body_after_the_beginning_of_its_answer_raises() -> None:

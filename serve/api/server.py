@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 from math import inf
 from operator import itemgetter
 from time import monotonic
@@ -146,30 +145,11 @@ class Connection(H11Protocol):
     tests/test_uvicorn_contract.py checks what it needs of uvicorn.
     """
 
-    def __init__(self, connections: set[Connection], **more: Any):
-        """connections: those that are open. more: uvicorn's own arguments."""
-        super().__init__(**more)
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
         self.conn = self._framing = Framing(h11.SERVER)
-        self._connections = connections
         self._waiting: tuple[Wait, int] = "none", 0  # the kind of wait, and a number that changes with progress
         self._since = 0.0
-        self._is_unread = False  # whether the client reads its answer more slowly than it is written
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        self._connections.add(self)
-        super().connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._is_unread = True
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._is_unread = False
-        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE):
@@ -194,7 +174,8 @@ class Connection(H11Protocol):
         """
         unsent = self.transport.get_write_buffer_size()
         waiting: tuple[Wait, int] = "none", 0  # the time of a body is limited where it is read
-        if unsent and (self.between_requests or self._is_unread):
+        is_unread = self.flow.write_paused  # the client reads its answer more slowly than it is written
+        if unsent and (self.between_requests or is_unread):
             waiting = "send", unsent
         elif self.between_requests and self._framing.head_begun:  # else uvicorn limits the time to the next request
             waiting = "head", self._framing.requests
@@ -230,7 +211,6 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
         """say: prints startup lines."""
-        self.connections = set[Connection]()
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -239,12 +219,13 @@ class Server(uvicorn.Server):
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
             lifespan="on",
-            http=partial(Connection, self.connections),  # type: ignore[arg-type]  # called like a class
+            http=Connection,
             ws="none",
             proxy_headers=bool(proxies := app.state.models.settings.forwarded_allow_ips),
             forwarded_allow_ips=proxies,
         )
         super().__init__(config)
+        self.connections: set[Any] = self.server_state.connections  # those that are open, all of `Connection`
         self.models: Models = app.state.models
         self._say = say
         self._end = inf  # when requests in progress must have finished
