@@ -110,7 +110,7 @@ class Pools:
         if is_long:
 
             def pause() -> None:
-                if self._long_semaphore.is_awaited:
+                if self._long_semaphore.waiting:
                     asyncio.run_coroutine_threadsafe(self._long_semaphore.pause(), loop).result()
 
             async with self._long_locks.setdefault(client, asyncio.Lock()):
@@ -146,7 +146,7 @@ class FairSemaphore:
 
     def __init__(self, at_once: int = 1) -> None:
         self._semaphore = asyncio.Semaphore(at_once)
-        self._waiting = 0
+        self.waiting = 0  # clients that wait for a turn; any thread may read it
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by each client's request that waits for the semaphore."""
 
@@ -164,13 +164,8 @@ class FairSemaphore:
         await self._wait()
 
     async def _wait(self) -> None:
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._semaphore.acquire()
         finally:
-            self._waiting -= 1
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a client waits for a turn. Thread-safe."""
-        return self._waiting > 0
+            self.waiting -= 1
