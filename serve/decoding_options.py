@@ -94,8 +94,8 @@ class DecodingOptions(Group):
 
         if self.thinking_budget is not None:
             require("--thinking-budget", "serve")
-        self.say(f"blas: {blas.activate()}")
         name, speculation = self.speculation.for_target(self.target)
+        self.say(f"blas: {blas.activate()}")
         with loading(name):
             target = self.loading.load(name)
             speculation, proposer = load_proposer(speculation, target, name, self.say)
