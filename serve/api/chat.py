@@ -193,7 +193,7 @@ class DeltaStream:
         return "tool_calls" if may_run else output.finish_reason
 
 
-class RenderedChat(NamedTuple):
+class ChatPrompt(NamedTuple):
     """A rendered conversation, its tokens, the tools it offers, and what encodes parts of its text."""
 
     chat: Chat
@@ -202,7 +202,7 @@ class RenderedChat(NamedTuple):
     encode: Encode
 
 
-def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True) -> RenderedChat:
+def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True) -> ChatPrompt:
     """Return the rendered conversation, with its images if the model reads them. Raises PromptError or ApiError.
 
     must_fit: whether to refuse a prompt that exceeds the context.
@@ -222,7 +222,7 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")
     spans = placed(chat.text, tokens, images) if images else ()
-    return RenderedChat(chat, ImagePrompt(tokens, spans), offer, whole)
+    return ChatPrompt(chat, ImagePrompt(tokens, spans), offer, whole)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
