@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from eagle_mlx.errors import ConfigError
 
+from .template import ChatFormat
 from .tools import AnswerStates, CallForm, Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
@@ -23,18 +24,13 @@ _WHITE_SPACE = r"[ \n\r\t]{1,40}"
 
 
 def grammar_text(
-    schema: Schema | None,
-    tools: Sequence[Tool],
-    calls: ToolCallTags | None,
-    several: bool,
-    thoughts: AnswerStates,
-    thinking: bool,
-    tag: TagWriter,
+    schema: Schema | None, tools: Sequence[Tool], format: ChatFormat, several: bool, thinking: bool, tag: TagWriter
 ) -> str:
     """Return the grammar of an answer: JSON that fits the schema, or calls of the tools; either one if both are given.
 
     A model that can think may do so first; if it is already `thinking`, it must end its reasoning first.
     """
+    calls, thoughts = format.calls, format.thoughts
     rules = ["start: before? answer"] if thoughts.think_start and not thinking else ["start: before answer"]
     rules += _thought(thoughts, thinking, tag)
     answers = []

@@ -76,7 +76,7 @@ class Grammars:
             schema = None
         if schema is None and not tools:
             return None
-        calls, thoughts = self._format.calls, self._format.thoughts
+        format, calls = self._format, self._format.calls
         is_free = schema is None and not offer.forced
         if tools and (calls is None or calls.form is None or (is_free and not calls.form.start)):
             if is_free:
@@ -92,7 +92,7 @@ class Grammars:
                 assert calls is not None
                 text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
             else:
-                text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
+                text = lark.grammar_text(schema, tools, format, offer.several, starts_in_reasoning, self._tag)
             self._vetted(text, places, namespace)
             return text
 
