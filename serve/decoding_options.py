@@ -49,10 +49,6 @@ class SamplingOptions(Group):
     seed: int | None = _parameter("seed", "seed that makes sampled text repeatable")
     ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
 
-    def params(self) -> SamplingParams:
-        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
-        return SamplingParams(**self.flat())
-
 
 @dataclass(frozen=True)
 class DecodingOptions(Group):
@@ -69,7 +65,8 @@ class DecodingOptions(Group):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def params(self) -> SamplingParams:
-        return replace(self.sampling.params(), **self.speculation.rule)
+        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
+        return SamplingParams(**self.sampling.flat(), **self.speculation.rule)
 
     def params_for(self, target: em.Target, prompt: Prompt) -> SamplingParams:
         """Return the parameters of one prompt, with the limit on its thought. Raises PromptError."""

@@ -211,10 +211,6 @@ def _with_cdata(text: str, kind: str | None, types: Types) -> Any:
     return typed_value(text, types)
 
 
-def _unescape(text: str) -> str:
-    return text.replace("&quot;", '"').replace("&amp;", "&")
-
-
 SPACE = r"\s{0,64}"
 _NAME = r"""["']?(?P<name>[^"'<>\n]{1,128})["']?"""
 _KEY = r"""["']?(?P<key>[^"'<>\n]{1,256})["']?"""
@@ -261,7 +257,7 @@ KIMI_K3 = Markup(
     r"<\|close\|>(?:argument|json)<\|sep\|>",
     rf"<\|close\|>tools<\|sep\|>{SPACE}<\|open\|>tools<\|sep\|>",
     value=_by_kind,
-    unescape=_unescape,
+    unescape=lambda text: text.replace("&quot;", '"').replace("&amp;", "&"),
 )
 
 
