@@ -253,9 +253,9 @@ def test_the_bytes_of_a_windowed_cache_do_not_grow_with_the_text(name: str) -> N
     head, window = HEADS[name], DraftWindow(16, 4, slack=8)
     proposer = proposer_of(head, window)
     most = proposer.cache_size().nbytes(1, 1_000_000)
-    row = Row([token % 64 for token in range(300)], 150)
+    row = Row([token % 64 for token in range(180)], 90)
     state, sizes = opened(proposer, row, 50), []
-    for _ in range(10):
+    for _ in range(5):
         read_more(state, [row], [15])
         drafted(state, [row], 3)
         sizes.append(sum(x.nbytes for x in state.cache.state))

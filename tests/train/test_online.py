@@ -18,7 +18,7 @@ from tests.full import in_full
 from tests.train.test_step import conversations
 
 KINDS = in_full(sorted(ALL), ["eagle", "eagle3.1", "mtp", "peagle, 3.1", "dflash, windows", "dflash2", "dspark, rnn"])
-STEPS = in_full(40, 24)
+STEPS = in_full(40, 16)
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
     assert evaluator.measure(head).acceptance_length == evaluator.measure(saved).acceptance_length
     rows = batch(TARGET, head)
     stepper = Stepper(head, TARGET, config)
-    results = [stepper(rows, 1.0) for _ in range(8)]
+    results = [stepper(rows, 1.0) for _ in range(in_full(8, 4))]
     assert results[0] is not None
     assert results[-1] is not None
     assert results[-1].loss < results[0].loss
