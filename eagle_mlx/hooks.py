@@ -24,9 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.attention import tiled
-from eagle_mlx.cpu import RopeCache
-
-_ROPE_CACHE = "rope_cache"  # an attribute of hooked RoPE modules
+from eagle_mlx.cpu import SharedAngles
 
 
 class Hook:
@@ -36,9 +34,7 @@ class Hook:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        _, _, state, *items = reduced
-        own = {name: value for name, value in state.items() if name != _ROPE_CACHE}
-        return dict.__new__, (self._original,), own, *items  # a module is a dict
+        return dict.__new__, (self._original,), *reduced[2:]  # a module is a dict
 
     @classmethod
     def methods(cls, kind: type) -> dict[str, Any]:
@@ -51,7 +47,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module):
         """Hook nothing yet. Call `of` instead: all owners share the hooks on a model."""
-        self.rope_cache = RopeCache()
+        self.angles: dict[Any, list[mx.array]] = {}  # tables of RoPE (`SharedAngles`)
         self._modules = [model]
         weakref.finalize(self, _restore, self._modules).atexit = False
 
@@ -97,7 +93,6 @@ def _restore(modules: list[nn.Module]) -> None:
     with _LOCK:
         for module in modules:
             if isinstance(module, Hook) and id(module) not in _OWNERS:
-                vars(module).pop(_ROPE_CACHE, None)
                 module.__class__ = module._original
 
 
@@ -132,6 +127,7 @@ class Recording:
     axes: Sequence[mx.array] = ()
     """Positions [B, L] of each axis of M-RoPE, in place of what the cache says; empty for one axis."""
     axis_of: mx.array | None = None  # [D / 2] int32: the axis of each rotated pair of numbers
+    angles: SharedAngles | None = None  # those of RoPE, if the layers share them
 
     def running(self) -> AbstractContextManager[None]:
         """Make this the recording of all hooked modules within the block."""
@@ -190,13 +186,15 @@ class RecordsInput(Hook):
 def place_one_by_one(model: nn.Module, hooks: Hooks) -> None:
     """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
 
-    Other offsets work as before. On a CPU, while the hooks' `rope_cache` is `sharing`, their angles are computed once
-    instead of in every layer.
+    Other offsets work as before; if the running forward shares angles, all layers compute them once.
     """
+    _add_to_rope(model, hooks, PlacesOneByOne)
+
+
+def _add_to_rope(model: nn.Module, hooks: Hooks, hook: type[Hook]) -> None:
     for module in model.modules():
         if _takes_offset(type(module)):
-            hooks.add(module, PlacesOneByOne)
-            vars(module)[_ROPE_CACHE] = hooks.rope_cache
+            hooks.add(module, hook)
 
 
 def _takes_offset(kind: Any) -> bool:
@@ -208,12 +206,12 @@ def _takes_offset(kind: Any) -> bool:
 class PlacesOneByOne(Hook):
     """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each."""
 
-    rope_cache: RopeCache
-
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
         if not isinstance(offset, mx.array) or offset.ndim < 2:
-            cached = None if args or kwargs else self.rope_cache.rotated(self, plain, x, offset)  # type: ignore[arg-type]
+            recording = _RUNNING.get()
+            shared = recording.angles if recording is not None and not (args or kwargs) else None
+            cached = shared.rotated(self, plain, x, offset) if shared is not None else None  # type: ignore[arg-type]
             out: mx.array = plain(x, offset, *args, **kwargs) if cached is None else cached
             return out
         rows, count = offset.shape
@@ -241,9 +239,7 @@ class RotatesByAxes(Hook):
 
 
 def rotate_by_axes(model: nn.Module, hooks: Hooks) -> None:
-    for module in model.modules():
-        if _takes_offset(type(module)):
-            hooks.add(module, RotatesByAxes)
+    _add_to_rope(model, hooks, RotatesByAxes)
 
 
 # Learned positions: an index past the end of the table would read other memory.

@@ -22,7 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from eagle_mlx import adapters, hooks, hub
-from eagle_mlx.cpu import use_shortcuts
+from eagle_mlx.cpu import SharedAngles, use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
 from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
@@ -217,11 +217,13 @@ class Target:
                 hooks.rotate_by_axes(self.model, self.hooks)
                 recording.axes, recording.axis_of = images.positions, mx.array(self.vision.axis_of, mx.int32)
         last = None if ends is None else self._before_logits  # before the run, since it runs the model itself
-        if cache is not None and not use_shortcuts():
+        if use_shortcuts():
+            recording.angles = SharedAngles(self.hooks.angles)
+        elif cache is not None:
             recording.starts = [id(layer) for layer in self._starts]
             for first in self._starts:
                 self.hooks.add(first, RecordsOutput)
-        with self.hooks.rope_cache.sharing(), recording.running():
+        with recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if ends is not None and logits.shape[1] > 1:
             at = mx.array(list(ends), mx.int32)[:, None, None]

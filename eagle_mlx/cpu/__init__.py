@@ -47,31 +47,22 @@ def without_shortcuts() -> Iterator[None]:
 _LEAST_TABLE = 512  # positions of the smallest table of angles, which is computed in a millisecond
 
 
-class RopeCache:
-    """The angles of positions, for all layers whose RoPE rotates halves of a vector alike.
+class SharedAngles:
+    """The angles of one forward's positions, for all layers whose RoPE rotates halves of a vector alike.
 
-    On a CPU, RoPE is about twenty operations in every layer. The angles of positions 0, 1, … are kept in tables.
+    On a CPU, RoPE is about twenty operations in every layer. The angles of positions 0, 1, … are kept in `tables`.
     """
 
-    def __init__(self) -> None:
-        self._tables: dict[Any, list[mx.array]] = {}
-        self._cos_sin: dict[Any, tuple[mx.array, mx.array, Any]] | None = None  # those of the running forward
-
-    @contextlib.contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Within the block, which calls a model once, share angles if that is faster."""
-        self._cos_sin = {} if use_shortcuts() else None
-        try:
-            yield
-        finally:
-            self._cos_sin = None
+    def __init__(self, tables: dict[Any, list[mx.array]]):
+        self._tables = tables
+        self._cos_sin: dict[Any, tuple[mx.array, mx.array, Any]] = {}
 
     def rotated(self, rope: nn.Module, plain: Any, x: mx.array, offset: Any) -> mx.array | None:
-        """Return x [B, H, L, D] rotated as by `plain(x, offset)`, bit for bit; None if angles are not shared.
+        """Return x [B, H, L, D] rotated as by `plain(x, offset)`, bit for bit; None for other kinds of RoPE.
 
         offset: an int or [B] int32.
         """
-        if self._cos_sin is None or not isinstance(rope, nn.RoPE) or rope.traditional or x.dtype != mx.float32:
+        if not isinstance(rope, nn.RoPE) or rope.traditional or x.dtype != mx.float32:
             return None
         half = x.shape[-1] // 2
         if x.ndim != 4 or rope.dims != 2 * half or (isinstance(offset, mx.array) and not offset.ndim):

@@ -1,5 +1,7 @@
 """Per-row positions: each input is rotated as its module would rotate it alone, for any kind of module."""
 
+from contextlib import AbstractContextManager
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.hooks import Hooks, place_one_by_one
+from eagle_mlx.cpu import SharedAngles
+from eagle_mlx.hooks import Hooks, Recording, place_one_by_one
 from tests.fakes import tiny_target
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -51,6 +54,11 @@ def layers(*modules: nn.Module) -> Hooks:
     return hooks
 
 
+def sharing(hooks: Hooks) -> AbstractContextManager[None]:
+    """Share angles within the block, as a target's forward does."""
+    return Recording(angles=SharedAngles(hooks.angles)).running()
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("heads", [(3,), (), (2, 3)])
@@ -80,6 +88,7 @@ def test_one_offset_for_all_rows_works_as_before() -> None:
         assert mx.array_equal(placed(x, offset=offset), plain(x, offset=offset))
 
 
+@pytest.mark.usefixtures("with_shortcuts")
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -> None:
@@ -87,16 +96,17 @@ def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -
     hooks = layers(placed)
     x = mx.random.normal((2, 3, count, 16), key=mx.random.key(5))
     for offset in (0, 7, 1000, 510, 5000, mx.array([3, 9]), mx.array([700, 2])):
-        with hooks.rope_cache.sharing():
+        with sharing(hooks):
             turned = placed(x, offset=offset)
         assert mx.array_equal(turned, plain(x, offset=offset)), offset
 
 
+@pytest.mark.usefixtures("with_shortcuts")
 def test_shared_angles_depend_on_offset_and_count() -> None:
     plain, placed = nn.RoPE(16), nn.RoPE(16)
     hooks = layers(placed)
     x = mx.random.normal((2, 3, 5, 16), key=mx.random.key(5))
-    with hooks.rope_cache.sharing():
+    with sharing(hooks):
         for offset, count in ((7, 2), (7, 5), (8, 5), (mx.array([3, 9]), 5), (mx.array([4, 4]), 2), (8, 2)):
             assert mx.array_equal(placed(x[:, :, :count], offset=offset), plain(x[:, :, :count], offset=offset))
 
@@ -108,7 +118,7 @@ def test_angles_are_computed_once_for_all_layers_and_later_positions() -> None:
     x = mx.ones((1, 2, 4, 16))
     CountingRope.calls = 0
     for offset, calls in ((1, 1), (2, 1), (2000, 2), (600, 2), (mx.array([4]), 3)):
-        with hooks.rope_cache.sharing():
+        with sharing(hooks):
             for module in modules:
                 module(x, offset=offset)
         assert CountingRope.calls == calls
