@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import mlx.core as mx
 
@@ -124,7 +125,7 @@ class NgramState(ProposerState):
 
     def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
         rows = zip(self.rows, drafters, strict=True)
-        matches = tuple(drafter != "none" and bool(row.match) for row, drafter in rows)
+        matches = tuple(self.may_draft(drafter, lookup=True) and bool(row.match) for row, drafter in rows)
         return matches if any(matches) else ()
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
@@ -133,13 +134,13 @@ class NgramState(ProposerState):
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         rows = zip(self.rows, drafters, strict=True)
-        return [trial for row, drafter in rows if drafter != "none" for trial in row.ended()]
+        return [trial for row, drafter in rows if self.may_draft(drafter, lookup=True) for trial in row.ended()]
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):
             row.extend(tokens)
 
-    def append(self, other: NgramState) -> None:
+    def append(self, other: Self) -> None:
         self.rows.extend(other.rows)
 
     def remove(self, row: int) -> None:
@@ -149,11 +150,6 @@ class NgramState(ProposerState):
         taken = NgramState([self.rows[row]])
         self.remove(row)
         return taken
-
-
-def _without_model(drafters: Sequence[Drafter | None]) -> list[Drafter | None]:
-    """Return what n-grams may draft for each row, if there is a model, too."""
-    return ["none" if drafter == "model" else drafter for drafter in drafters]
 
 
 class HybridProposer(Proposer):
@@ -189,37 +185,29 @@ class HybridProposer(Proposer):
         return self.model.nbytes
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
-        return HybridState(self.model.open(prompts), self.ngrams.open(prompts))
+        return HybridState(self.model.open(prompts), self.ngrams.open(prompts).rows)
 
     def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
-        return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]))
+        return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]).rows)
 
 
-class HybridState(ProposerState):
+class HybridState(NgramState):
     """The model's state, and the rows' texts."""
 
-    def __init__(self, model: ProposerState, ngrams: NgramState):
-        self.model, self.ngrams = model, ngrams
-
-    def enter(self, namespaces: Sequence[str | None]) -> None:
-        self.ngrams.enter(namespaces)
-
-    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
-        return self.ngrams.matches(_without_model(drafters))
-
-    def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
-        return self.ngrams.trials(_without_model(drafters))
+    def __init__(self, model: ProposerState, rows: list[NgramRow]):
+        super().__init__(rows)
+        self.model = model
 
     def may_draft(self, drafter: Drafter | None, lookup: bool) -> bool:
         return drafter not in ("none", "model" if lookup else "ngrams")
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if not plan.depth:
-            return self.ngrams.draft(plan, sampling, positions)
+            return super().draft(plan, sampling, positions)
         drafted = self.model.draft(plan, sampling, positions)
         if not plan.lookups:
             return drafted
-        return drafted.replaced(self.ngrams.draft(plan, sampling, positions), plan.lookups)
+        return drafted.replaced(super().draft(plan, sampling, positions), plan.lookups)
 
     def replaced(self, rows: Sequence[int]) -> None:
         self.model.replaced(rows)
@@ -229,18 +217,20 @@ class HybridState(ProposerState):
 
     def observe(self, seen: Observation) -> None:
         self.model.observe(seen)
-        self.ngrams.observe(seen)
+        super().observe(seen)
 
-    def append(self, other: HybridState) -> None:
+    def append(self, other: Self) -> None:
         self.model.append(other.model)
-        self.ngrams.append(other.ngrams)
+        super().append(other)
 
     def remove(self, row: int) -> None:
         self.model.remove(row)
-        self.ngrams.remove(row)
+        super().remove(row)
 
     def take(self, row: int) -> HybridState:
-        return HybridState(self.model.take(row), self.ngrams.take(row))
+        taken = HybridState(self.model.take(row), [self.rows[row]])
+        super().remove(row)
+        return taken
 
     @property
     def draft_cache(self) -> RaggedCache | None:

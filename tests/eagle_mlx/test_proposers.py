@@ -285,7 +285,7 @@ def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None
             aux = mx.ones((3, 5, target.hidden_size)) * mx.arange(5)[:, None]
             open_state.prefill(Observation([[*text[1:], 5] for text in texts], (aux,) * len(head.aux_layers)))
         drafted, by_head = state.draft(Plan(most, lookups=(8, 0, 8)), batch, at), alone.draft(Plan(most), batch, at)
-        widest = max(most, *(len(state.ngrams.rows[row].match[:8]) for row in (0, 2)))
+        widest = max(most, *(len(state.rows[row].match[:8]) for row in (0, 2)))
         assert drafted.tokens.shape == (3, widest)
         assert drafted.probs is not None
         assert by_head.probs is not None
@@ -293,7 +293,7 @@ def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None
         assert mx.array_equal(drafted.tokens[1, :most], by_head.tokens[1])
         assert mx.array_equal(drafted.probs[1, :most], by_head.probs[1])
         for row in (0, 2):
-            match = state.ngrams.rows[row].match[:8]
+            match = state.rows[row].match[:8]
             assert drafted.lengths[row].item() == len(match) > 0
             assert drafted.tokens[row, : len(match)].tolist() == match
             certain = mx.take_along_axis(drafted.probs[row], drafted.tokens[row][:, None], axis=-1)
