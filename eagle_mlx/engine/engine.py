@@ -45,7 +45,6 @@ class EngineSnapshot:
     waiting: tuple[RequestState, ...]
     kv_used: int  # upper bound of the KV bytes of decoding and prefilling requests now
     draft_kv_used: int  # the part of it for the caches of a head or draft model
-    kv_reserved: int  # the same for the longest that they may become
     kv_bytes: int  # limit for these requests and the prefix cache together
     prefix_bytes: int
 
@@ -193,7 +192,6 @@ class Engine:
             waiting=tuple(self.admission.waiting),
             kv_used=self.kv_budget.used(groups),
             draft_kv_used=self.kv_budget.used(groups, self._draft_size),
-            kv_reserved=self.kv_budget.set_aside(self.kv_budget.admitted),
             kv_bytes=self.kv_budget.nbytes,
             prefix_bytes=self.prefixes.nbytes if self.prefixes is not None else 0,
         )

@@ -114,21 +114,17 @@ class PrefixTree:
     def __init__(self) -> None:
         self.nbytes = 0
         self._roots: dict[Space, _Node] = {}
-        self._used: OrderedDict[_Node, None] = OrderedDict()  # nodes with a snapshot, least recently used first
+        self.used: OrderedDict[_Node, None] = OrderedDict()  # nodes with a snapshot, least recently used first
 
     def __len__(self) -> int:
-        return len(self._used)
-
-    @property
-    def snapshots(self) -> list[Snapshot]:
-        return [node.snapshot for node in self._used if node.snapshot is not None]
+        return len(self.used)
 
     def find(self, keys: Keys, least: int = 1, space: Space = ("", False)) -> Found | None:
         """Return the longest prefix that can be reused, or None if it has fewer than `least` positions."""
         node, matched = self._match(keys, space)
         while node.parent is not None and (length := min(matched, node.end)) >= least:
             if (holder := _holder(node, length)) is not None:
-                self._used.move_to_end(holder)
+                self.used.move_to_end(holder)
                 assert holder.snapshot is not None
                 return Found(length, [part.piece for part in node.path if part.piece is not None], holder.snapshot)
             node = node.parent
@@ -149,7 +145,7 @@ class PrefixTree:
         """
         node, matched = self._match(keys, space)
         if matched == len(keys) and (holder := _holder(node, snapshot.shortest)) is not None:
-            self._used.move_to_end(holder)
+            self.used.move_to_end(holder)
             return True
         new = piece(matched, len(keys)) if matched < len(keys) else None
         size = snapshot.nbytes + (new.nbytes if new else 0.0)
@@ -171,14 +167,14 @@ class PrefixTree:
                 self._forget(part)
         node.snapshot = snapshot
         self.nbytes += snapshot.nbytes
-        self._used[node] = None
+        self.used[node] = None
         self.trim(limit)
-        return node in self._used
+        return node in self.used
 
     def trim(self, limit: float) -> None:
         """Evict snapshots, and pieces that no other snapshot needs, until the limit holds."""
-        while self._used and self.nbytes > limit:
-            node = next(iter(self._used))
+        while self.used and self.nbytes > limit:
+            node = next(iter(self.used))
             self._forget(node)
             while node.parent is not None and node.snapshot is None and not node.children:
                 assert node.piece is not None
@@ -192,7 +188,7 @@ class PrefixTree:
         assert node.snapshot is not None
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
-        del self._used[node]
+        del self.used[node]
 
     def _match(self, keys: Keys, space: Space) -> tuple[_Node, int]:
         """Return the last node that matches a text, at least in part, and the number of matched positions."""

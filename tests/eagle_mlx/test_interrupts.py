@@ -130,7 +130,7 @@ class Scenario:
             assert len(set(owned)) == len(owned), "a request has two places"
             assert {row for row in submitted if row.finish_reason is None} <= set(owned), "a request is lost"
         assert engine.idle
-        assert engine.snapshot().kv_reserved == 0
+        assert engine.kv_budget.set_aside(engine.kv_budget.admitted) == 0
         for row, (_, text) in zip(rows, self.texts, strict=True):
             if row.finish_reason == "length":
                 assert row.tokens == text

@@ -140,7 +140,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
         def step() -> None:
             busy.step()
             snapshot = busy.snapshot()
-            set_aside = snapshot.kv_reserved
+            set_aside = busy.kv_budget.set_aside(busy.kv_budget.admitted)
             assert taken(busy) <= set_aside <= allowed
             assert snapshot.kv_used <= set_aside
             if busy.prefixes is not None:

@@ -78,7 +78,7 @@ class DiskTier:
         self.hits = self.tokens = 0  # prompts that continued from files, and positions read for them
         self.bytes_read = 0
         self.left_out = self.passed_over = 0  # texts not written because too much was waiting; files not usable
-        self._ahead: dict[str, dict[str, PrefixPiece]] = {}
+        self.ahead: dict[str, dict[str, PrefixPiece]] = {}
         """For each state, the blocks that have been read, until all of them are there."""
         self.bytes_written = self.bytes_waiting = 0  # bytes_waiting: that unwritten texts keep in memory
         self._unwritten: set[str] = set()  # paths of files that are still to be written
@@ -91,10 +91,6 @@ class DiskTier:
     @property
     def nbytes(self) -> int:
         return self._store.nbytes(self._model)
-
-    @property
-    def bytes_ahead(self) -> int:
-        return sum(piece.nbytes for ahead in self._ahead.values() for piece in ahead.values())
 
     def find(self, keys: Keys, namespace: str = "") -> Match | None:
         """Return the longest prefix of a text that the files have in a namespace (`Request.namespace`)."""
@@ -121,12 +117,12 @@ class DiskTier:
             later = len(needed) - max(1, sum(size <= STEP_BYTES for size in sizes))
             blocks = match.blocks[: len(match.blocks) - later]
             return Match(blocks[-1].end, blocks, None)
-        bytes_read, ahead = 0, self._ahead.setdefault(match.state.path, {})
+        bytes_read, ahead = 0, self.ahead.setdefault(match.state.path, {})
         for entry in needed:
             if entry.path not in ahead:
                 if bytes_read and bytes_read + entry.nbytes > STEP_BYTES:
-                    while len(self._ahead) > _TEXTS_AHEAD:
-                        del self._ahead[next(iter(self._ahead))]
+                    while len(self.ahead) > _TEXTS_AHEAD:
+                        del self.ahead[next(iter(self.ahead))]
                     return None
                 ahead[entry.path] = self._block(entry)
                 bytes_read += entry.nbytes
@@ -137,13 +133,13 @@ class DiskTier:
         about, arrays = {"length": match.length, "displaced": []}, dict[str, mx.array]()
         if match.state is not None:
             about, arrays = self._read(match.state)
-            ahead = self._ahead.setdefault(match.state.path, {})
+            ahead = self.ahead.setdefault(match.state.path, {})
             ahead[match.state.path] = snapshot_file.piece_from(about, arrays)
         return snapshot_file.state_from(self._target.model, self._kv_bits, about, arrays)
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
         """Return positions `start` to `end`, the last of the match. Raises PassedOverError."""
-        ahead = self._ahead.pop(match.state.path, {}) if match.state is not None else {}
+        ahead = self.ahead.pop(match.state.path, {}) if match.state is not None else {}
         pieces = list[PrefixPiece]()
         for entry in match.entries:
             if entry.end > start:
@@ -182,7 +178,7 @@ class DiskTier:
         raise PassedOverError(why)
 
     def stop(self) -> None:
-        self._ahead.clear()
+        self.ahead.clear()
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
