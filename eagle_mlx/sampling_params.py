@@ -175,11 +175,6 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def needs_host(self) -> bool:
-        """Whether the host must see the draft before it is verified."""
-        return bool(self.logits_processors) or self.grammar is not None
-
-    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs or self.top_logprobs > 0
 

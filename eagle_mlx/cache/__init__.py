@@ -3,6 +3,5 @@
 from eagle_mlx.cache.kinds import check_cacheable, may_pad
 from eagle_mlx.cache.lengths import without_row
 from eagle_mlx.cache.ragged import RaggedCache, Saved
-from eagle_mlx.cache.recurrent import joined_rows
 
-__all__ = ["RaggedCache", "Saved", "check_cacheable", "joined_rows", "may_pad", "without_row"]
+__all__ = ["RaggedCache", "Saved", "check_cacheable", "may_pad", "without_row"]

@@ -119,28 +119,12 @@ def records() -> list[HeadRecord]:
 
 
 def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[HeadRecord]:
-    """Return the heads for a target, by its fingerprint or its names, in the order of `best_first`."""
-
-    heads = records()
-    same = [head for head in heads if (fingerprint and head.fingerprint == fingerprint) or _is_for(head, names)]
-    return best_first(same, fingerprint)
+    """Return the heads for a target, by its fingerprint or its names."""
+    return [head for head in records() if (fingerprint and head.fingerprint == fingerprint) or _is_for(head, names)]
 
 
 def _is_for(head: HeadRecord, names: tuple[str, ...]) -> bool:
     return any(same_model(name, other) for name in names for other in head.names)
-
-
-def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[HeadRecord]:
-    """Return measured heads by `worth`, then the others, the newest first.
-
-    A τ holds only for the weights that it was measured with: heads of other weights than `fingerprint` come after.
-    """
-
-    def place(head: HeadRecord) -> tuple[bool, bool, float, float]:
-        is_other = bool(fingerprint and head.fingerprint and head.fingerprint != fingerprint)
-        return head.worth is None, is_other, -(head.worth or 0.0), -head.made_at
-
-    return sorted(heads, key=place)
 
 
 @dataclass(frozen=True)
@@ -157,12 +141,19 @@ def find_heads(
 ) -> list[FoundHead]:
     """Return the heads for a target, a folder or hub id, in the order in which to try them. Fetches nothing.
 
-    First come heads on this machine with a τ, the best first, then those without, the newest first; the model's own MTP
-    layers; and published heads by `PREFERRED` kind, cached ones first. Those with a τ below `LEAST` only go to `say`.
+    First come heads on this machine: those with a τ, the best first, of other weights last; then the others, the newest
+    first. Then the model's own MTP layers, and published heads by `PREFERRED` kind, cached ones first. Heads with a τ
+    below `LEAST` only go to `say`.
     """
     names = names_of(target)
     shipped = [head for head in included() if (_is_for(head, names) if head.names else is_embedded_target(target))]
-    local = best_first([*records_for(names, fingerprint), *shipped], fingerprint)
+
+    def place(head: HeadRecord) -> tuple[bool, bool, float, float]:
+        # A τ holds only for the weights that it was measured with.
+        is_other = bool(fingerprint and head.fingerprint and head.fingerprint != fingerprint)
+        return head.worth is None, is_other, -(head.worth or 0.0), -head.made_at
+
+    local = sorted([*records_for(names, fingerprint), *shipped], key=place)
     for head in local:
         if not head.is_offered:
             say(

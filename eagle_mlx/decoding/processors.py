@@ -25,7 +25,7 @@ class Processors:
     def __init__(self, requests: Sequence[RequestState], vocab: int):
         self.penalties = Penalties.of(requests, vocab)
         self.biased, self.bias = _dense_bias(requests, vocab)
-        self._on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
+        self._on_host = [i for i, x in enumerate(requests) if x.params.logits_processors or x.grammar is not None]
         self._requests = list(requests)
         self.on_device = self.penalties is not None or self.biased.size > 0
         """Whether any row has penalties or biases, which drafts follow too."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
@@ -16,7 +16,6 @@ from eagle_mlx.proposers.base import Proposer, ProposerState
 from eagle_mlx.vision.spans import ImageSpan
 
 log = logging.getLogger("eagle_mlx.prefixes")
-T = TypeVar("T")
 LEAST = 16
 """Minimum length of a useful prefix. Shorter ones do not justify a separate prefill or a snapshot."""
 
@@ -62,24 +61,24 @@ class PrefixCache:
 
     def find(self, prompt: Sequence[int], namespace: str = "", images: Sequence[ImageSpan] = ()) -> Prefix | None:
         """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None."""
-        return self._attempt(lambda: self._find(prompt, namespace, images), None)
-
-    def _find(self, prompt: Sequence[int], namespace: str, images: Sequence[ImageSpan]) -> Prefix | None:
-        keys = _findable(prompt, images)
-        draft = self._tree.find(keys, LEAST, (namespace, True))
-        match = self._tree.find(keys, LEAST, (namespace, False))
-        if match is None:
-            return None
-        states = [piece.state for piece in match.pieces if piece.state is not None]
-        if self.proposer is None or not states:
-            return Prefix(match.length, match.cache, draft=draft.cache if draft is not None else None)
-        return Prefix(match.length, match.cache, self.proposer.join(states, match.length, prompt))
+        with self._emptied_if_it_fails():
+            keys = _findable(prompt, images)
+            draft = self._tree.find(keys, LEAST, (namespace, True))
+            match = self._tree.find(keys, LEAST, (namespace, False))
+            if match is None:
+                return None
+            states = [piece.state for piece in match.pieces if piece.state is not None]
+            if self.proposer is None or not states:
+                return Prefix(match.length, match.cache, draft=draft.cache if draft is not None else None)
+            return Prefix(match.length, match.cache, self.proposer.join(states, match.length, prompt))
+        return None
 
     def fetch(self, prompt: Sequence[int], namespace: str = "", images: Sequence[ImageSpan] = ()) -> bool:
         """Load some of a prompt's prefix from disk, if it fits and is longer than the one in memory. Return whether it
         is done: a call reads a bounded amount, because other requests decode meanwhile."""
-        disk = self.disk
-        return disk is None or self._attempt(lambda: self._fetch(disk, _findable(prompt, images), namespace), True)
+        with self._emptied_if_it_fails():
+            return self.disk is None or self._fetch(self.disk, _findable(prompt, images), namespace)
+        return True
 
     def _fetch(self, disk: DiskTier, keys: Keys, namespace: str) -> bool:
         cached = self._tree.find(keys, 1, (namespace, False))
@@ -108,30 +107,30 @@ class PrefixCache:
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Cache the state of a text, of which `tokens` has at least one more."""
-        if past.length >= LEAST and past.length >= past.cache.shortest(past.row):
-            self._attempt(lambda: self._keep(keys_of(tokens[: past.length + 1], past.images), past), None)
-
-    def _keep(self, keys: Keys, past: Past) -> None:
-        snapshot = Snapshot(past.cache.outline(past.row, past.length))
-        space = past.namespace, past.of_draft_model
-        kept = self._tree.insert(keys, snapshot, past.piece, self._limit, space)
-        if self.disk is not None and kept and not past.of_draft_model:
-            self.disk.offer(keys, past, snapshot.outline)
+        if past.length < LEAST or past.length < past.cache.shortest(past.row):
+            return
+        with self._emptied_if_it_fails():
+            keys = keys_of(tokens[: past.length + 1], past.images)
+            snapshot = Snapshot(past.cache.outline(past.row, past.length))
+            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, (past.namespace, past.of_draft_model))
+            if self.disk is not None and kept and not past.of_draft_model:
+                self.disk.offer(keys, past, snapshot.outline)
 
     def trim(self) -> None:
-        self._attempt(lambda: self._tree.trim(self._limit), None)
+        with self._emptied_if_it_fails():
+            self._tree.trim(self._limit)
 
-    def _attempt(self, use: Callable[[], T], otherwise: T) -> T:
+    @contextmanager
+    def _emptied_if_it_fails(self) -> Iterator[None]:
         """Use the tree and the files. If that raises, forget all of the tree, which may be inconsistent. No request
         needs the cache, so only interrupts are passed on."""
         try:
-            return use()
+            yield
         except BaseException as e:
             self._tree = PrefixTree()
             if not isinstance(e, Exception):
                 raise
             log.exception("the prefix cache failed and is empty now; prompts are computed again")
-            return otherwise
 
     @property
     def _limit(self) -> float:

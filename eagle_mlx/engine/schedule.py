@@ -1,4 +1,4 @@
-"""The schedule: decides what the engine does next. Only the queue of requests changes by that."""
+"""The schedule: decides what the engine does next. By that, requests leave the queue, and saved prefixes are read."""
 
 from __future__ import annotations
 

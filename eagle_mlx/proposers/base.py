@@ -30,7 +30,7 @@ class Observation:
     """Positions that the target has read since the last observation."""
 
     tokens: Sequence[Sequence[int]]
-    """For each row, the token after each position; empty if the row sat out the round to wait for its grammar."""
+    """For each row, the token after each position; empty in a prefill if the row's prompt has been read."""
     aux: tuple[mx.array, ...]
     """The outputs of the proposer's aux layers at these positions, each [B, L, H], right-padded."""
 

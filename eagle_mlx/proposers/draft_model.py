@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, check_cacheable, joined_rows, may_pad, without_row
+from eagle_mlx.cache import RaggedCache, check_cacheable, may_pad
 from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
@@ -83,7 +83,7 @@ class DraftModelProposer(Proposer):
 class _RowText:
     """What the draft model has read of one row."""
 
-    unread: list[int]  # the newest tokens, not yet in the cache; none if the row sat out the round of its last draft
+    unread: list[int]  # the newest tokens, not yet in the cache
     read: int = 0  # number of the row's tokens in the cache
     drafted: int = 0  # number of cache entries of the latest draft, after these
     started: bool = False  # whether a round has asked for its draft; before, the model reads nothing
@@ -102,8 +102,6 @@ class DraftModelState(ProposerState):
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
         self.proposer, self.texts = proposer, texts
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
-        self._logits: mx.array | None = None
-        """[B, 1, V]: the logits after what each row had read when it last drafted; None before the first draft."""
 
     @property
     def draft_cache(self) -> RaggedCache:
@@ -125,23 +123,23 @@ class DraftModelState(ProposerState):
         self.proposer.plain_rounds = 0
         for text in self.texts:
             text.started = True
-        self._logits = self._read_newest()
+        logits = self._read_newest()
         fits = [self._fits(text, plan.depth) for text in self.texts]
         if not all(fits):
             self.proposer.warn_of_long_text()
         ready = [int(fit and not text.unread) for text, fit in zip(self.texts, fits, strict=True)]
         drafting = mx.array(ready, mx.int32)
-        if not any(ready):
+        if logits is None or not any(ready):
             return Draft(mx.zeros((len(ready), 0), mx.int32), drafting)
         if plan.is_tree:
-            return self._tree(plan, drafting, sampling, positions)
+            return self._tree(plan, logits, drafting, sampling, positions)
         sampler = ChainSampler(sampling, positions, self.proposer.vocab_size, stop_below=plan.stop_below)
-        tokens = self._chain(plan.depth, sampler)
+        tokens = self._chain(plan.depth, logits, sampler)
         return sampler.draft(tokens, len(tokens) * drafting)
 
-    def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
-        first, committed = self._logits, self.cache.save()
-        assert first is not None
+    def _chain(self, depth: int, first: mx.array, draws: Draws) -> list[mx.array]:
+        """Draw tokens, the first by the logits [B, 1, V] after each row's newest token."""
+        committed = self.cache.save()
 
         def forward(token: mx.array | None) -> mx.array:
             logits = first
@@ -161,19 +159,17 @@ class DraftModelState(ProposerState):
         return text.read + len(text.unread) + depth <= self.proposer.draft.context_length
 
     def _read_newest(self) -> mx.array | None:
-        """Read unread tokens, of a row that is far behind only some; return the logits [B, 1, V] after the others'."""
+        """Read unread tokens, of a row that is far behind only some; return the logits [B, 1, V] after them."""
         most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
         pieces = [text.unread[:most] if self._fits(text) else [] for text in self.texts]
-        if not any(pieces):
-            return self._logits
-        if self._logits is None or all(pieces):
-            return self._read(pieces)
-        return mx.where(mx.array([[[bool(piece)]] for piece in pieces]), self._read(pieces), self._logits)
+        return self._read(pieces) if any(pieces) else None
 
-    def _tree(self, plan: Plan, ready: mx.array, sampling: SamplingBatch, positions: mx.array) -> Draft:
+    def _tree(
+        self, plan: Plan, first: mx.array, ready: mx.array, sampling: SamplingBatch, positions: mx.array
+    ) -> Draft:
         """Draft a chain of the most likely tokens, with side branches. ready: [B] int32, 1 for rows that draft."""
         scores = TreeScorer(sampling, positions, self.proposer.vocab_size)
-        self._chain(plan.depth, scores)
+        self._chain(plan.depth, first, scores)
         for text in self.texts:
             text.drafted = 0  # accepted tokens may leave the chain
         tokens, tree = side_branch_tree(scores.levels, plan.nodes, max(2, -(-plan.nodes // plan.depth)), None)
@@ -216,7 +212,7 @@ class DraftModelState(ProposerState):
         self.proposer.plain_rounds += 1
         kept = []
         for text, tokens in zip(self.texts, seen.tokens, strict=True):
-            kept.append(min(text.drafted, max(0, len(tokens) - 1)))
+            kept.append(min(text.drafted, len(tokens) - 1))
             text.unread += tokens[kept[-1] :]
             text.read, text.drafted = text.read + kept[-1], 0
         if any(kept):
@@ -231,20 +227,17 @@ class DraftModelState(ProposerState):
             self.texts[row].drafted = 0
 
     def append(self, other: DraftModelState) -> None:
-        self._logits = joined_rows(self._logits, len(self.texts), other._logits, len(other.texts))
         self.cache.append(other.cache)
         self.texts.extend(other.texts)
 
     def remove(self, row: int) -> None:
         self.cache.remove(row)
-        self._logits = None if self._logits is None else without_row(self._logits, row)
         self.texts = swap_removed(self.texts, row)
 
     def take(self, row: int) -> DraftModelState:
         taken = DraftModelState(self.proposer, [self.texts[row]])
         taken.cache = self.cache.fork(row, self.texts[row].read)
-        taken._logits = None if self._logits is None else self._logits[row : row + 1]
-        mx.eval(taken.cache.state, taken._logits)  # pending computation would keep buffers alive
+        mx.eval(taken.cache.state)  # pending computation would keep buffers alive
         self.remove(row)
         return taken
 

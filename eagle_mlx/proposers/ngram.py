@@ -71,8 +71,7 @@ class NgramRow:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add a prompt, or the tokens of a round."""
-        if tokens:
-            self._new.append(tokens)
+        self._new.append(tokens)
 
     @property
     def match(self) -> list[int]:
