@@ -15,7 +15,6 @@ NOTED = "zero_centred_norms"
 """Key under `eagle_mlx` in a config: every norm is zero-centered, so readers need not guess from the means."""
 Quantization = Mapping[str, int]  # `group_size` and `bits` of a head's quantized layers
 _QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}  # what mlx.core.quantize accepts
-_SPECULATORS_VERSION = "0.9.0"  # the release of speculators whose fields are written
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 _ROPE = {
@@ -284,17 +283,8 @@ def speculators_layer(file: Path, config: Mapping[str, Any], *kinds: str) -> dic
     return layer
 
 
-def speculators_json(kind: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
-    """Return the part of a speculators config about its kind, target and draft depth."""
-    method = {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    return {
-        "speculators_model_type": kind,
-        "speculators_version": _SPECULATORS_VERSION,
-        "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
-        },
-    }
+def of_class(config: Mapping[str, Any], *classes: str) -> bool:
+    """Return whether a head is of these classes. speculators writes some of these names too, with other fields."""
+    named = config.get("architectures")
+    is_named = isinstance(named, list) and any(name in named for name in classes)
+    return is_named and config.get("speculators_model_type") is None

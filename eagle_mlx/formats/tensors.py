@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -66,13 +66,18 @@ class HeadFolder:
 
 
 class SaveOptions(TypedDict, total=False):
-    """Arguments of every function that saves a head."""
+    """Arguments of every function that saves a head; the last three are for the layouts of speculators."""
 
     target_name: str | None  # stored under `eagle_mlx` in config.json
     extra: Mapping[str, Any] | None
     """More JSON to store there. Other loaders ignore it."""
     dtype: mx.Dtype  # the dtype of weights that are not quantized; bfloat16 by default
     overwrite: bool
+    base_model: str | None
+    """The target for other servers, a hub id or local folder, not quantized by MLX. Without it, speculators loads no
+    head."""
+    target_architectures: Sequence[str]
+    depth: int  # the number of tokens that a server should draft
 
 
 def save_head(
@@ -81,19 +86,16 @@ def save_head(
     weights: Mapping[str, mx.array],
     noted: Mapping[str, Any] = {},
     exact: Mapping[str, mx.array] = {},
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
-    """Write a folder, which appears only once complete: weights in `dtype` and `exact` ones in their own, with `noted`
-    and the options in the config."""
-    notes = {"target": target_name, **noted, **(extra or {})}
+    """Write a folder, which appears only once complete: weights in the dtype of the options and `exact` ones in their
+    own, with `noted` and the options in the config."""
+    dtype = options.get("dtype", mx.bfloat16)
+    notes = {"target": options.get("target_name"), **noted, **(options.get("extra") or {})}
     config = {**config, "torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": notes}
     tensors = {**in_file_type(weights, dtype), **exact}
     mx.eval(tensors)
-    with new_folder(folder, overwrite) as part:
+    with new_folder(folder, options.get("overwrite", False)) as part:
         write_tensors(part / _WHOLE, tensors)
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -15,7 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats.fields import reading
-from eagle_mlx.formats.tensors import HeadFolder, Tensors, fill
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, fill
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
@@ -23,6 +23,7 @@ Config = TypeVar("Config", bound=Any)
 """A dataclass with at least `hidden_size`, `vocab_size`, `own_embedding` and `quantization`."""
 DRAFT_WINDOW = "draft_window"
 """Key of `HeadBase.draft_window` under `eagle_mlx` in a config."""
+_SPECULATORS_VERSION = "0.9.0"  # the release of speculators whose fields are written
 SERVERS = ("vLLM", "SGLang")  # the readers of layouts that are servers, and that model cards name
 
 
@@ -247,16 +248,26 @@ def layer_mask(cache: Any | None, length: int, mask: Mask, window: int | None = 
     return mask
 
 
-def of_class(config: Mapping[str, Any], *classes: str) -> bool:
-    """Return whether a head is of these classes. speculators writes some of these names too, with other fields."""
-    named = config.get("architectures")
-    is_named = isinstance(named, list) and any(name in named for name in classes)
-    return is_named and config.get("speculators_model_type") is None
-
-
 def of_speculators(kind: str) -> Callable[[Mapping[str, Any], object], bool]:
     """Return a check for speculators' heads of this type."""
     return lambda config, _: config.get("speculators_model_type") == kind
+
+
+def speculators_json(kind: str, options: SaveOptions) -> dict[str, Any]:
+    """Return the part of a speculators config about its kind, target and draft depth."""
+    tokens, architectures = options.get("depth", 3), list(options.get("target_architectures", ()))
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": _SPECULATORS_VERSION,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": options.get("base_model"), "architectures": architectures},
+        },
+    }
 
 
 def check_expressible(config: Any, layout: str, instead: str, **wanted: Any) -> None:

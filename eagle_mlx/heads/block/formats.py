@@ -17,22 +17,15 @@ files only if the draft vocabulary is smaller than the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import (
-    LAYER_DEFAULTS,
-    check,
-    quantization_json,
-    reading,
-    speculators_json,
-    speculators_layer,
-)
+from eagle_mlx.formats.fields import LAYER_DEFAULTS, check, of_class, quantization_json, reading, speculators_layer
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, save_head, weights_of
-from eagle_mlx.heads.base import Format, build, of_class, of_speculators, vocabulary_tensors
+from eagle_mlx.heads.base import Format, build, of_speculators, speculators_json, vocabulary_tensors
 from eagle_mlx.heads.block import fields
 from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, all_or_none, causal_by_type
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
@@ -248,17 +241,9 @@ def _first_slot_drafts(config: Mapping[str, Any], block_size: int) -> bool:
     return bool(methods[0].get("speculative_tokens") == block_size)
 
 
-def save_speculators_block(
-    head: BlockHead,
-    folder: str | Path,
-    *,
-    base_model: str | None = None,
-    target_architectures: Sequence[str] = (),
-    depth: int | None = None,
-    **options: Unpack[SaveOptions],
-) -> None:
-    """Write a head (`Format.save`). `base_model` is the target for other servers, which read embedding and projection
-    there. `depth` is not used: readers tell by the number of speculative tokens which slot drafts first."""
+def save_speculators_block(head: BlockHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head (`Format.save`). Other servers read embedding and projection in the `base_model`. `depth` is not
+    used: readers tell by the number of speculative tokens which slot drafts first."""
     config = head.config
     kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
     _check_expressible(config)
@@ -266,7 +251,7 @@ def save_speculators_block(
     del layer["rope_theta"]
     written = {
         "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
-        **speculators_json(kind, base_model, target_architectures, config.drafts),
+        **speculators_json(kind, {**options, "depth": config.drafts}),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         _IDS: [k + 1 for k in config.aux_layers],

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,7 +27,7 @@ import mlx.core as mx
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, layer_width, save_head, weights_of, with_embedding
-from eagle_mlx.heads.base import Format, build, check_expressible, of_class, of_speculators, vocabulary_tensors
+from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json, vocabulary_tensors
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 from eagle_mlx.heads.layers import layer_json, llama_json
 
@@ -152,11 +152,11 @@ def _read_portable(files: HeadFolder, config: Mapping[str, Any], tensors: Mappin
 
 def _of_deepspec(file: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with DeepSpec's fields by the names of this layout. Raises CheckpointError for other layers."""
-    if of_class(config, GEMMA):
+    if fields.of_class(config, GEMMA):
         raise CheckpointError(
             f"{file} describes a {GEMMA}; EAGLE-3 heads with Gemma 4's layer are not supported: use a DSpark head"
         )
-    if not of_class(config, DEEPSPEC):
+    if not fields.of_class(config, DEEPSPEC):
         return config
     if config.get("num_hidden_layers") != 1:
         raise CheckpointError(f"{file} describes a {DEEPSPEC} of several layers; only one layer is supported")
@@ -238,7 +238,7 @@ def is_portable(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> b
 
 
 def holds_peagle(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    is_named = of_class(config, PEAGLE) or bool(config.get("parallel_drafting"))
+    is_named = fields.of_class(config, PEAGLE) or bool(config.get("parallel_drafting"))
     return is_portable(config, tensors) and (is_named or "mask_hidden" in tensors)
 
 
@@ -298,20 +298,10 @@ def _one_rope(layer: Mapping[str, Any]) -> Mapping[str, Any]:
     return layer
 
 
-def save_speculators(
-    head: Eagle3Head,
-    folder: str | Path,
-    *,
-    base_model: str | None = None,
-    target_architectures: Sequence[str] = (),
-    depth: int = 3,
-    **options: Unpack[SaveOptions],
-) -> None:
+def save_speculators(head: Eagle3Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head (`Format.save`) with an embedding; without one, speculators would draft with uninitialized memory.
 
-    `base_model` is the target for other servers, a hub id or local folder, not quantized by MLX. Without it,
-    speculators loads no head. `depth` is the number of tokens that a server should draft. Raises HeadError if there is
-    neither an embedding nor a target.
+    Raises HeadError if there is neither an embedding nor a target.
     """
     config = head.config
     _check_expressible(config)
@@ -319,7 +309,7 @@ def save_speculators(
     mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
     written = {
         "architectures": ["PEagleSpeculator" if mask else "Eagle3Speculator"],
-        **fields.speculators_json("peagle" if mask else "eagle3", base_model, target_architectures, depth),
+        **speculators_json("peagle" if mask else "eagle3", options),
         **mask,
         **{name: getattr(config, name) for name in _FIELDS},
         "embed_requires_grad": False,

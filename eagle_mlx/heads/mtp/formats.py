@@ -12,7 +12,7 @@ step reads the output after the head's norm. Source: mlx-vlm 0.7.10 (tests/golde
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ import mlx.core as mx
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, in_file_type, save_head, weights_of
-from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators
+from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json
 from eagle_mlx.heads.mtp import published
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
 from eagle_mlx.heads.mtp.published import MIMO, QWEN, ZERO_CENTRED
@@ -77,16 +77,8 @@ def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
     return head
 
 
-def save_speculators_mtp(
-    head: MTPHead,
-    folder: str | Path,
-    *,
-    base_model: str | None = None,
-    target_architectures: Sequence[str] = (),
-    depth: int = 3,
-    **options: Unpack[SaveOptions],
-) -> None:
-    """Write a head for speculators (`Format.save`). `base_model` and `depth` are as in `save_speculators`.
+def save_speculators_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head for speculators (`Format.save`).
 
     Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit. The layout
     has no field for which hidden state is read, so it is stored under `eagle_mlx`.
@@ -99,7 +91,7 @@ def save_speculators_mtp(
     exact = {name: _less_one(weights[name]) for name in within + around}
     written = {
         "architectures": ["MTPDraftModel"],
-        **fields.speculators_json("mtp", base_model, target_architectures, depth),
+        **speculators_json("mtp", options),
         "num_nextn_predict_layers": 1,
         "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},
     }
