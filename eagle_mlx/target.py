@@ -117,13 +117,8 @@ class Target:
         return free_memory() - (self.vision.unread_bytes if self.vision is not None else 0)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether other processes have parts of it, so that its model can be used only through `forward`."""
-        return self.ranks > 1
-
-    @property
     def ranks(self) -> int:
-        """The processes that have it or a part of it."""
+        """The processes that have it or a part of it. With several, its model can be used only through `forward`."""
         return 1
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def learn_costs(
     digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_folder() / "costs") / f"{digest}.json"
     saved = _read(file)
-    times = saved if target.is_sharded else measured_times(target, kv_bits, saved)
+    times = saved if target.ranks > 1 else measured_times(target, kv_bits, saved)
     if len(times) < 2:
         return None
     if times != saved:

@@ -170,11 +170,6 @@ class Engine:
         return self.runner.draft_failures
 
     @property
-    def planned_depth(self) -> int:
-        """The depth of the policy's latest plan, before it is cut to what the requests can use."""
-        return self.runner.depth
-
-    @property
     def active(self) -> int:
         return sum(request.finish_reason is None for request in self.groups.requests)
 

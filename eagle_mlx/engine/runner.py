@@ -84,7 +84,7 @@ class Runner:
         """Rounds in flight, oldest first. The value is the seconds of its dispatch during another round."""
         self.last_plain = False  # whether the last collected round was plain
         self.pauses = self.draft_failures = 0
-        self.depth = 0  # the depth of the policy's latest plan
+        self.depth = 0  # of the policy's latest plan, before it was cut to what the requests can use
         self._drafting = 0  # drafting rounds so far
         self._draft_share = 0.0  # the fraction of a round spent on drafting, as last measured
         self._lap_began = 0.0

@@ -203,7 +203,7 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
         total_accepted=totals.accepted,
         total_bonus_tokens=totals.bonus,
         current_k=loaded.most_drafts if drafters else 0,
-        adaptive_k_current=loaded.engine.planned_depth if drafters else 0,
+        adaptive_k_current=loaded.engine.runner.depth if drafters else 0,
     )
 
 

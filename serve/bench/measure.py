@@ -145,7 +145,7 @@ def measure(
     turns = range(1 + max(len(question.later) for question in questions))
     places = [(at, turn) for turn in turns for at, question in enumerate(questions) if turn <= len(question.later)]
     exact = any(isinstance(mode, EngineMode) and mode.engine.exact for mode in modes)
-    if config.temperature or config.ignore_eos or target.is_sharded or exact:
+    if config.temperature or config.ignore_eos or target.ranks > 1 or exact:
         reference: Mode = EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1)
     else:
         reference = MlxLmMode("mlx-lm", target)
