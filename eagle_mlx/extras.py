@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib.util import find_spec
 
@@ -9,17 +10,13 @@ from eagle_mlx.command import exit_code
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.late import late
 
-EXTRAS = {
-    "train": ("mlx-data", "pydantic"),
-    "serve": (
-        *("transformers", "fastapi", "starlette", "uvicorn", "h11", "pydantic", "pydantic-core"),
-        *("sse-starlette", "prometheus-client", "llguidance"),
-    ),
-    "datasets": ("datasets",),
-    "wandb": ("wandb",),
-    "plots": ("matplotlib",),
-}
-"""The packages of each extra in pyproject.toml."""
+
+def packages_of(extra: str) -> list[str]:
+    """Return the packages of an extra in pyproject.toml."""
+    from importlib.metadata import requires  # not at the top: `--help` needs no extra
+
+    declared = (line.partition("; extra == ") for line in requires("eagle-mlx") or ())
+    return [re.split(r"[^\w-]", package)[0] for package, _, name in declared if name.strip("'\"") == extra]
 
 
 def module_of(package: str) -> str:
@@ -29,7 +26,7 @@ def module_of(package: str) -> str:
 
 def require(what: str, extra: str) -> None:
     """Raise ConfigError, with the line to type, if packages of an extra are not installed; `what` needs them."""
-    missing = [name for name in EXTRAS[extra] if not _installed(module_of(name))]
+    missing = [name for name in packages_of(extra) if not _installed(module_of(name))]
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.extras import EXTRAS, module_of
+from eagle_mlx.extras import module_of, packages_of
 from eagle_mlx.train.report import write_plots
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {extra: packages_of(extra) for extra in ("train", "serve", "datasets", "wandb", "plots")}
 HIDING = """
 import sys
 
