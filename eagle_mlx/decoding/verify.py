@@ -97,7 +97,7 @@ def rejection(
     accepted = _leading(u * q_draft < p_draft, lengths)
 
     target = _at(p, accepted)
-    proposed = _one_hot(_at(drafts, accepted), p.shape[-1]) if q is None else _at(q, accepted)
+    proposed = mx.arange(p.shape[-1]) == _at(drafts, accepted)[:, None] if q is None else _at(q, accepted)
     refused = (accepted < lengths)[:, None]
     residual = mx.maximum(target - mx.where(refused, proposed, 0.0), 0.0)
     # If p and q are equal up to rounding, the residual may be empty; p serves as well then.
@@ -130,7 +130,3 @@ def _leading(passed: mx.array, lengths: mx.array) -> mx.array:
 def _at(x: mx.array, index: mx.array) -> mx.array:
     """Return x[b, min(index[b], last)] for each row b. x: [B, n, ...]; index: [B] int32."""
     return x[mx.arange(x.shape[0]), mx.minimum(index, x.shape[1] - 1)]
-
-
-def _one_hot(tokens: mx.array, vocab: int) -> mx.array:
-    return (mx.arange(vocab) == tokens[:, None]).astype(mx.float32)

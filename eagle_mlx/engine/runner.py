@@ -124,8 +124,7 @@ class Runner:
         self._lap()
         self.admission.learn_speed(self.admission.read(work), self._lap())
         if not work.prefill.left:
-            self._remember(batch)
-            batch.release()
+            self._release(batch)
             if not batch.requests:
                 self.admission.joined(batch)
 

@@ -24,7 +24,7 @@ from typing import Any, Unpack
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import LAYER_DEFAULTS, check, of_class, quantization_json, reading, speculators_layer
-from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, save_head, weights_of
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, save_head, weights_of
 from eagle_mlx.heads.base import Format, build, of_speculators, speculators_json, vocabulary_tensors
 from eagle_mlx.heads.block import fields
 from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, all_or_none, causal_by_type
@@ -141,9 +141,7 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
         "output_multiplier": None if config.output_multiplier == 1 else config.output_multiplier,
         "final_logit_softcapping": config.logit_softcap,
     }
-    written = {
-        **fields.block_layer_json(config),
-        **quantization_json(config.quantization),
+    placed = {
         "architectures": [ZLAB_2 if second else ZLAB],
         "block_size": config.block_size,
         **_causal_json(config),
@@ -151,20 +149,14 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
         DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers), **own},
     }
     weights = {name.removesuffix(".weight") if name.startswith(_CODEBOOKS) else name: x for name, x in weights.items()}
-    save_head(folder, written, weights, **options)
+    _write(head, folder, placed, weights, options)
 
 
 def save_muse(head: DFlashHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     config, whose = head.config, "Muse Glimmer's"
     fields.check_block_expressible(config, whose, **_MUSE_OUTPUT, **_NO_ENDS, window_start="around", causal=())
-    written = {
-        **fields.block_layer_json(config),
-        **quantization_json(config.quantization),
-        **_block_json(config),
-        "architectures": ["MuseGlimmerAssistantModel"],
-        "model_type": MUSE,
-    }
-    save_head(folder, written, {_renamed(name, _IN_MUSE): x for name, x in weights_of(head).items()}, **options)
+    placed = {**_block_json(config), "architectures": ["MuseGlimmerAssistantModel"], "model_type": MUSE}
+    _write(head, folder, placed, {_renamed(name, _IN_MUSE): x for name, x in weights_of(head).items()}, options)
 
 
 def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
@@ -175,7 +167,7 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
     placed = {**_block_json(config), **fields.dspark_json(config), "architectures": [DEEPSPEC]}
     if config.gemma:
         placed |= {**fields.gemma_json(config), "architectures": [GEMMA]}
-    _write(head, folder, placed, options)
+    _write(head, folder, placed, weights_of(head), options)
 
 
 def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
@@ -183,7 +175,7 @@ def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveO
     fields.check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, window_start="slot")
     nested = {**_block_json(config), **fields.dspark_json(config), "projector_type": "dspark"}
     placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **_causal_json(config), DFLASH: nested}
-    _write(head, folder, placed, options)
+    _write(head, folder, placed, weights_of(head), options)
 
 
 def _block_json(config: BlockConfig) -> dict[str, Any]:
@@ -191,11 +183,13 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
     return {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": layers}
 
 
-def _write(head: BlockHead, folder: str | Path, placed: Mapping[str, Any], options: SaveOptions) -> None:
+def _write(
+    head: BlockHead, folder: str | Path, placed: Mapping[str, Any], weights: Tensors, options: SaveOptions
+) -> None:
     config = head.config
-    fields.check_block_expressible(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
+    fields.check_expressible(config, "this", "choose another layout", draft_vocab_size=config.vocab_size)
     written = {**fields.block_layer_json(config), **quantization_json(config.quantization), **placed}
-    save_head(folder, written, weights_of(head), **options)
+    save_head(folder, written, weights, **options)
 
 
 def _causal_json(config: BlockConfig) -> dict[str, Any]:
