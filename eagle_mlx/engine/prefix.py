@@ -49,22 +49,18 @@ class PrefixCache:
         restarts, and is searched for those not in memory."""
         self.capacity, self._spare = capacity, spare
         self.proposer, self.disk = proposer, disk
-        self._tree = PrefixTree()
-
-    def __len__(self) -> int:
-        """Return the number of snapshots. If the cache holds only keys and values, each text counts once."""
-        return len(self._tree)
+        self.tree = PrefixTree()
 
     @property
     def nbytes(self) -> int:
-        return self._tree.nbytes
+        return self.tree.nbytes
 
     def find(self, prompt: Sequence[int], namespace: str = "", images: Sequence[ImageSpan] = ()) -> Prefix | None:
         """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None."""
         with self._emptied_if_it_fails():
             keys = _findable(prompt, images)
-            draft = self._tree.find(keys, LEAST, (namespace, True))
-            match = self._tree.find(keys, LEAST, (namespace, False))
+            draft = self.tree.find(keys, LEAST, (namespace, True))
+            match = self.tree.find(keys, LEAST, (namespace, False))
             if match is None:
                 return None
             states = [piece.state for piece in match.pieces if piece.state is not None]
@@ -81,7 +77,7 @@ class PrefixCache:
         return True
 
     def _fetch(self, disk: DiskTier, keys: Keys, namespace: str) -> bool:
-        cached = self._tree.find(keys, 1, (namespace, False))
+        cached = self.tree.find(keys, 1, (namespace, False))
         length = cached.length if cached is not None else 0
         while (match := disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
             if match.nbytes > self._limit:
@@ -91,7 +87,7 @@ class PrefixCache:
                 if now is None:
                     return False
                 snapshot, piece = Snapshot(disk.outline(now)), partial(disk.piece, now)
-                kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, (namespace, False))
+                kept = self.tree.insert(keys[: now.length], snapshot, piece, self._limit, (namespace, False))
             except PassedOverError:
                 disk.stop()
                 continue  # try other files
@@ -112,13 +108,13 @@ class PrefixCache:
         with self._emptied_if_it_fails():
             keys = keys_of(tokens[: past.length + 1], past.images)
             snapshot = Snapshot(past.cache.outline(past.row, past.length))
-            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, (past.namespace, past.of_draft_model))
+            kept = self.tree.insert(keys, snapshot, past.piece, self._limit, (past.namespace, past.of_draft_model))
             if self.disk is not None and kept and not past.of_draft_model:
                 self.disk.offer(keys, past, snapshot.outline)
 
     def trim(self) -> None:
         with self._emptied_if_it_fails():
-            self._tree.trim(self._limit)
+            self.tree.trim(self._limit)
 
     @contextmanager
     def _emptied_if_it_fails(self) -> Iterator[None]:
@@ -127,7 +123,7 @@ class PrefixCache:
         try:
             yield
         except BaseException as e:
-            self._tree = PrefixTree()
+            self.tree = PrefixTree()
             if not isinstance(e, Exception):
                 raise
             log.exception("the prefix cache failed and is empty now; prompts are computed again")

@@ -114,10 +114,7 @@ class PrefixTree:
     def __init__(self) -> None:
         self.nbytes = 0
         self._roots: dict[Space, _Node] = {}
-        self.used: OrderedDict[_Node, None] = OrderedDict()  # nodes with a snapshot, least recently used first
-
-    def __len__(self) -> int:
-        return len(self.used)
+        self.used: OrderedDict[_Node, None] = OrderedDict()  # the nodes with a snapshot, least recently used first
 
     def find(self, keys: Keys, least: int = 1, space: Space = ("", False)) -> Found | None:
         """Return the longest prefix that can be reused, or None if it has fewer than `least` positions."""

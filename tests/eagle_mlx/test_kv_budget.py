@@ -200,14 +200,14 @@ def test_prefixes_give_way_to_rows() -> None:
     assert engine.prefixes is not None
     for prompt in PROMPTS:
         engine.generate([prompt], params)
-    kept = len(engine.prefixes)
+    kept = len(engine.prefixes.tree.used)
     assert kept > 2
     rows = [engine.prepare([int(t) for t in RNG.integers(3, 128, 140)], params) for _ in range(3)]
     for row in rows:
         engine.submit(row)
     while engine.active < 3:
         engine.step()
-    assert len(engine.prefixes) < kept
+    assert len(engine.prefixes.tree.used) < kept
     assert engine.prefixes.nbytes + engine.kv_budget.set_aside(rows) <= allowed
 
 

@@ -99,7 +99,7 @@ def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
     for prompt in prompts:
         busy.generate([prompt], params)
         assert busy.prefixes.nbytes <= busy.prefixes.capacity
-    assert len(busy.prefixes) == 2
+    assert len(busy.prefixes.tree.used) == 2
     assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, True]
     busy.prefixes.find(prompts[2])
     busy.generate([[9, *LONG[1:40]]], params)
@@ -119,7 +119,7 @@ def test_a_text_above_the_limit_is_not_copied() -> None:
     for limit, kept in ((size - 1, 0), (size, 1)):
         prefixes = PrefixCache(limit)
         prefixes.keep(range(3001), past)
-        assert len(prefixes) == kept
+        assert len(prefixes.tree.used) == kept
         copied = mx.get_peak_memory() - before
         assert copied >= size if kept else copied < 0.1 * size
 
@@ -136,9 +136,9 @@ def test_decoding_rows_leave_memory_to_the_cache() -> None:
     for left, count in ((4 * one, 4), (3 * one, 3), (one, 1), (-1, 0)):
         spare[0] = left
         prefixes.trim()
-        assert len(prefixes) == count
+        assert len(prefixes.tree.used) == count
     prefixes.keep([0] * 101, Past(100, cache))
-    assert len(prefixes) == 0
+    assert len(prefixes.tree.used) == 0
 
 
 def test_a_longer_text_replaces_its_prefix() -> None:
@@ -148,7 +148,7 @@ def test_a_longer_text_replaces_its_prefix() -> None:
         [output] = busy.generate([prompt], em.SamplingParams(max_tokens=3))
         prompt = [*prompt, *output.tokens, 1]
     assert busy.prefixes is not None
-    assert len(busy.prefixes) == 1
+    assert len(busy.prefixes.tree.used) == 1
 
 
 def test_cancelled_rows_are_cached_and_failed_ones_are_not() -> None:
@@ -159,7 +159,7 @@ def test_cancelled_rows_are_cached_and_failed_ones_are_not() -> None:
     for _ in range(3):
         busy.step()
     busy.cancel(row)
-    assert len(busy.prefixes) == 1
+    assert len(busy.prefixes.tree.used) == 1
     again = engine(0).generate([LONG[:40]], em.SamplingParams(max_tokens=9))[0]
     assert busy.generate([LONG[:40]], em.SamplingParams(max_tokens=9))[0].tokens == again.tokens
 

@@ -117,7 +117,7 @@ def test_a_state_is_kept_once_per_shared_prefix() -> None:
     assert busy.prefixes.nbytes == (1 + 2 * 4) * state  # after the system prompt, each prompt and each text
     busy.prefixes.capacity = 3 * state
     busy.prefixes.trim()
-    assert (busy.prefixes.nbytes, len(busy.prefixes)) == (3 * state, 3)
+    assert (busy.prefixes.nbytes, len(busy.prefixes.tree.used)) == (3 * state, 3)
 
 
 def _states(which: em.Target) -> list[mx.array]:

@@ -122,7 +122,7 @@ def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, .
         else:
             tree.trim(number)
             naive.trim(number)
-        assert len(tree) == len(naive.places)
+        assert len(tree.used) == len(naive.places)
         assert {node.snapshot for node in tree.used} == set(naive.places)
         assert tree.nbytes == naive.nbytes
 
@@ -140,7 +140,7 @@ def test_shared_prefixes_are_kept_once() -> None:
     assert tree.nbytes == POSITION * (100 + 5) + 5
     tree.trim(tree.nbytes - 1)
     assert tree.nbytes == POSITION * (100 + 4) + 4
-    assert len(tree) == 4
+    assert len(tree.used) == 4
 
 
 def test_a_text_of_very_many_pieces_is_found() -> None:
@@ -151,7 +151,7 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
         tree.insert(np.array(keys), Place(keys, 0, 0), lambda start, end, keys=keys: Letters(keys[start:end]))
     found = tree.find(np.arange(399))
     assert found is not None
-    assert (found.length, len(found.pieces), len(tree)) == (399, 399, 1)
+    assert (found.length, len(found.pieces), len(tree.used)) == (399, 399, 1)
 
 
 def test_namespaces_share_only_the_limit() -> None:
@@ -175,5 +175,5 @@ def test_namespaces_share_only_the_limit() -> None:
     tree.trim(one)
     assert hits() == [False, False, True]
     tree.trim(0)
-    assert tree.nbytes == len(tree) == 0
+    assert tree.nbytes == len(tree.used) == 0
     assert insert(spaces[0])
