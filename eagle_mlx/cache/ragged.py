@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +17,6 @@ from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.hooks import Hooks, NotesCalls
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def reads_only(method: Method) -> Method:
-    """Mark a method that changes and makes nothing, so that one rank alone may call it (`ranks/leader.py`)."""
-    method.reads_only = True  # type: ignore[attr-defined]  # functions take any attribute
-    return method
 
 
 @dataclass(frozen=True)
@@ -211,7 +203,6 @@ class RaggedCache(Sequence[Any]):
                 part.keys, part.values = joined
         return other
 
-    @reads_only
     def shortest(self, row: int) -> int:
         """Return the fewest positions a fork of a row may have: the next position must find all that it attends to. It
         may exceed the row's length if a recurrent state has read further."""

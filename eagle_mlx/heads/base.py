@@ -111,8 +111,8 @@ class HeadBase(nn.Module, Generic[Config]):
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Draft step: embeddings [B, L, E] of tokens t+1, features [B, L, H] of positions t -> h [B, L, H].
 
-        h is the next step's feature and the input of `logits`. `cache` holds the layers' caches in order, or a single
-        cache if there is one layer. `mask` is for calls without a cache: "causal", or None for one position.
+        h is the next step's feature and the input of `logits`. `cache` holds the layers' caches in order. `mask` is for
+        calls without a cache: "causal", or None for one position.
         """
 
     @abstractmethod
@@ -230,16 +230,9 @@ def vocabulary_tensors(head: DraftHead) -> Tensors:
     return {"d2t": mx.array(kept - np.arange(len(kept))), "t2d": mx.array(t2d)}
 
 
-def caches_of(cache: Any | None, layers: int) -> list[Any]:
-    """Return a cache for each layer, or None for each."""
-    if cache is None:
-        return [None] * layers
-    return list(cache) if isinstance(cache, Sequence) else [cache]
-
-
 def layer_mask(cache: Any | None, length: int, mask: Mask, window: int | None = None, as_array: bool = False) -> Mask:
     """Return the mask of a layer for `length` new positions: the given one unless window or layer need another."""
-    if cache is not None and hasattr(cache, "make_mask") and (mask is None or window is not None or as_array):
+    if cache is not None and (mask is None or window is not None or as_array):
         out: Mask = cache.make_mask(length, return_array=as_array, window_size=window)
         return out
     if mask == "causal" and (as_array or (window is not None and length > window)):

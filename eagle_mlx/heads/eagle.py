@@ -18,7 +18,7 @@ import mlx.nn as nn
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, layer_width, save_head, with_embedding
-from eagle_mlx.heads.base import Format, HeadBase, HeadKind, Mask, build, caches_of
+from eagle_mlx.heads.base import Format, HeadBase, HeadKind, Mask, build
 from eagle_mlx.heads.layers import LayerShape, PlainLayer, llama_json
 
 ARCHITECTURE = "LlamaForCausalLMEagle"  # SGLang's name; SafeAILab's own loader does not check it
@@ -46,7 +46,7 @@ class EagleHead(HeadBase[EagleConfig]):
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> the features of t+1."""
         h: mx.array = self.fc(mx.concatenate([embeddings, g], axis=-1))
-        for layer, kept in zip(self.layers, caches_of(cache, len(self.layers)), strict=True):
+        for layer, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             h = layer(h, mask, kept)
         return h
 

@@ -21,6 +21,8 @@ from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
 from eagle_mlx.vision.reading import ImageInput
 
+_READ_ONLY = ("shortest",)  # methods of caches that change and make nothing
+
 
 class Calls:
     """Records calls for the other ranks; they are sent with the next forward."""
@@ -83,9 +85,8 @@ def _mirrored(kind: type, name: str) -> Callable[..., Any]:
 
 
 def is_mirrored(kind: type, name: str) -> bool:
-    """Return whether all ranks make the calls of a method: each public one that is not marked `reads_only`."""
-    method = vars(kind).get(name)
-    return inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, "reads_only")
+    """Return whether all ranks make the calls of a method: each public one that changes or makes something."""
+    return inspect.isfunction(vars(kind).get(name)) and not name.startswith("_") and name not in _READ_ONLY
 
 
 _MIRRORED: dict[type, type] = {

@@ -17,7 +17,7 @@ import eagle_mlx as em
 from eagle_mlx import heads
 from eagle_mlx.formats.tensors import HeadFolder, fill, save_head, weights_of
 from eagle_mlx.heads import Format, HeadBase, HeadKind
-from eagle_mlx.heads.base import Mask, caches_of
+from eagle_mlx.heads.base import Mask
 from eagle_mlx.heads.layers import LayerShape, PlainLayer
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train import kinds
@@ -48,7 +48,7 @@ class ToyHead(HeadBase[ToyConfig]):
         return self.target.norm(aux[0])
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
-        return self.layer(self.fc(embeddings + g), mask, caches_of(cache, 1)[0])
+        return self.layer(self.fc(embeddings + g), mask, cache[0] if cache else None)
 
     def logits(self, h: mx.array) -> mx.array:
         return self.target.lm_head(h)

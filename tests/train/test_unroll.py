@@ -27,6 +27,9 @@ class PlainCache:
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
 
+    def make_mask(self, count: int, **_: Any) -> None:
+        """Return the mask of one new position."""
+
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         self.offset += k.shape[2]
         self.keys.append(k)
@@ -38,7 +41,7 @@ def sequential(
     head: Eagle3Head, target: Target, tokens: list[int], g: mx.array, index: int, steps: int
 ) -> list[mx.array]:
     """Return the head's outputs [H] at `index` and for the next steps: prefill, then feedback one by one."""
-    cache: Any = PlainCache()
+    cache: Any = [PlainCache()]
     read = mx.array(tokens[1 : index + 2])[None]
     h = head(target.embed(read), g[:, : index + 1], cache, "causal")[:, -1:]
     outputs = [h[0, 0]]

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of
+from eagle_mlx.heads.base import HeadBase, Mask
 from eagle_mlx.heads.block import layers as parts
 from eagle_mlx.heads.block.layers import BlockAttention, BlockConfig
 from eagle_mlx.target import Target
@@ -84,7 +84,7 @@ class BlockHead(HeadBase[BlockConfig]):
             start, longest, seen = cache[0].offset, lengths.upper, cache[0].seen(slots)
             context = longest if lengths.uniform else lengths.offset
         masks: dict[BlockAttention, mx.array | None] = {}
-        for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
+        for index, (layer, kept) in enumerate(zip(self.layers, cache or [None] * len(self.layers), strict=True)):
             sees = self.config.sees(index)
             if sees not in masks:
                 own = sees.mask(context, longest, slots)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of
+from eagle_mlx.heads.base import HeadBase, Mask
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target
 
@@ -138,7 +138,7 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H], the feature of the next
         draft step: before the final norm, or after it with `norm_output`.
         """
-        first, *others = caches_of(cache, self.config.num_hidden_layers)
+        first, *others = cache or [None] * self.config.num_hidden_layers
         h = self.midlayer(embeddings, g, mask, first)
         for layer, kept in zip(self.layers if others else (), others, strict=True):
             h = layer(h, mask, kept)

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import Quantization, check, check_quantization
 from eagle_mlx.formats.tensors import Tensors
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
+from eagle_mlx.heads.base import HeadBase, Mask, layer_mask
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class MTPHead(HeadBase[MTPConfig]):
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Embeddings [B, L, H] of tokens t+1, hidden states g [B, L, H] of positions t -> h [B, L, H]."""
         x = self.eh_proj(self.normed(embeddings, g))
-        [kept] = caches_of(cache, 1)
+        [kept] = cache or [None]
         mask = layer_mask(kept, x.shape[1], mask, as_array=LAYERS[self.config.model_type].mask_arrays)
         h: mx.array = self.block(x, mask, kept)
         return self.norm(h) if self.config.norm_output else h
