@@ -87,13 +87,10 @@ def models_bytes(free: int) -> int:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of this machine's memory; None if it is unknown or if a GPU has its own memory."""
+    """Return the bytes of this machine's memory; None if a GPU has its own."""
     if mx.default_device() == mx.Device(mx.gpu) and not mx.metal.is_available():
         return None
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def fits_machine(gigabytes: float) -> bool:

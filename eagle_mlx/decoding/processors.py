@@ -23,7 +23,8 @@ class Processors:
     """The processors of one batch, for its current order of rows."""
 
     def __init__(self, requests: Sequence[RequestState], vocab: int):
-        self.penalties = Penalties.of(requests, vocab)
+        penalized = [index for index, request in enumerate(requests) if request.params.penalizes]
+        self.penalties = Penalties(requests, penalized, vocab) if penalized else None
         self.biased, self.bias = _dense_bias(requests, vocab)
         self._on_host = [i for i, x in enumerate(requests) if x.params.logits_processors or x.grammar is not None]
         self._requests = list(requests)
@@ -113,11 +114,6 @@ class Penalties:
         self.strengths = mx.array(strengths, mx.float32).T[:, :, None, None]  # [3, M, 1, 1]
         self.prompts = mx.array(np.stack(prompts))  # [M, V] bool, the tokens of the prompts
         self.counts = mx.array(np.stack(counts))  # [M, V] int32, the count of each token in the generated text
-
-    @classmethod
-    def of(cls, requests: Sequence[RequestState], vocab: int) -> Penalties | None:
-        places = [index for index, request in enumerate(requests) if request.params.penalizes]
-        return cls(requests, places, vocab) if places else None
 
     def apply(self, logits: mx.array, drafts: mx.array, token_ids: mx.array | None = None) -> mx.array:
         """Apply the penalties to logits [M, p, V] float32 at the last p of the n+1 positions of drafts [M, n] int32.

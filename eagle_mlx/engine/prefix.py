@@ -89,7 +89,7 @@ class PrefixCache:
                 snapshot, piece = Snapshot(disk.outline(now)), partial(disk.piece, now)
                 kept = self.tree.insert(keys[: now.length], snapshot, piece, self._limit, (namespace, False))
             except PassedOverError:
-                disk.stop()
+                disk.ahead.clear()
                 continue  # try other files
             complete = now.length == match.length
             if kept:
@@ -99,7 +99,7 @@ class PrefixCache:
 
     def stop_fetching(self) -> None:
         if self.disk is not None:
-            self.disk.stop()
+            self.disk.ahead.clear()
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Cache the state of a text, of which `tokens` has at least one more."""

@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.processors import Penalties, Processors, walk
+from eagle_mlx.decoding.processors import Processors, walk
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.batch import Batch
@@ -152,7 +152,7 @@ def test_rows_without_processors_pay_nothing() -> None:
     assert mx.array_equal(out[0], logits[0])
     assert out[1, 0, 2].item() == pytest.approx(before[1, 0, 2] - 1)
     assert (np.array(logits) == before).all()
-    assert Penalties.of([plain], 9) is None
+    assert Processors.of([plain], 9) is None
 
 
 def halve_repeats(tokens: list[int], logits: mx.array) -> mx.array:

@@ -124,7 +124,7 @@ class DiskTier:
                     while len(self.ahead) > _TEXTS_AHEAD:
                         del self.ahead[next(iter(self.ahead))]
                     return None
-                ahead[entry.path] = self._block(entry)
+                ahead[entry.path] = snapshot_file.piece_from(*self._read(entry))
                 bytes_read += entry.nbytes
         return match
 
@@ -143,14 +143,11 @@ class DiskTier:
         pieces = list[PrefixPiece]()
         for entry in match.entries:
             if entry.end > start:
-                piece = ahead.pop(entry.path, None) or self._block(entry)
+                piece = ahead.pop(entry.path, None) or snapshot_file.piece_from(*self._read(entry))
                 pieces.append(piece.split(start - entry.start)[1] if entry.start < start else piece)
         piece = snapshot_file.joined(pieces)
         mx.eval(piece.arrays)
         return piece
-
-    def _block(self, entry: Entry) -> PrefixPiece:
-        return snapshot_file.piece_from(*self._read(entry))
 
     def _read(self, entry: Entry) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Return a file's verified content. Raises PassedOverError."""
@@ -176,9 +173,6 @@ class DiskTier:
                 "computed again. If this happens often, check the disk"
             )
         raise PassedOverError(why)
-
-    def stop(self) -> None:
-        self.ahead.clear()
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""

@@ -25,7 +25,7 @@ from typing import Any, Unpack
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import LAYER_DEFAULTS, check, of_class, quantization_json, reading, speculators_layer
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, save_head, weights_of
-from eagle_mlx.heads.base import Format, build, of_speculators, speculators_json, vocabulary_tensors
+from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json, vocabulary_tensors
 from eagle_mlx.heads.block import fields
 from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, all_or_none, causal_by_type
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
@@ -187,7 +187,7 @@ def _write(
     head: BlockHead, folder: str | Path, placed: Mapping[str, Any], weights: Tensors, options: SaveOptions
 ) -> None:
     config = head.config
-    fields.check_expressible(config, "this", "choose another layout", draft_vocab_size=config.vocab_size)
+    check_expressible(config, "this", "choose another layout", draft_vocab_size=config.vocab_size)
     written = {**fields.block_layer_json(config), **quantization_json(config.quantization), **placed}
     save_head(folder, written, weights, **options)
 
