@@ -112,15 +112,9 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def make_request(
-    target: Target,
-    prompt: Prompt | ImagePrompt,
-    params: SamplingParams,
-    boundaries: Sequence[int] = (),
-    client: str = "",
-    namespace: str = "",
-    conversation: str = "",
+    target: Target, prompt: Prompt | ImagePrompt, params: SamplingParams, boundaries: Sequence[int] = (), **names: str
 ) -> Request:
-    """Encode and check a request. For the other arguments, see `Request`.
+    """Encode and check a request. `names`: client, namespace and conversation (`Request`).
 
     Raises PromptError if the prompt is empty or does not fit the target's context, if a boundary is outside the prompt,
     or if the target does not support the params.
@@ -156,10 +150,8 @@ def make_request(
         limit=min(params.max_tokens, context - len(tokens)),
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else target.eos_token_ids),
         boundaries=tuple(boundaries),
-        client=client,
-        namespace=namespace,
-        conversation=conversation,
         images=prompt.images,
+        **names,
     )
 
 

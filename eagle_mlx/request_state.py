@@ -65,10 +65,9 @@ class RequestCounts:
         self.rounds += 1
         if forced:
             self.forced, drafted = self.forced + accepted, 0
+        for counts in (self.drafted_by_position, self.accepted_by_position):
+            counts += [0] * (drafted - len(counts))
         for position in range(drafted):
-            if position == len(self.drafted_by_position):
-                self.drafted_by_position.append(0)
-                self.accepted_by_position.append(0)
             self.drafted_by_position[position] += 1
             self.accepted_by_position[position] += position < accepted
 

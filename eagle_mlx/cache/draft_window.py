@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.cache.full import STEP, Mask, RaggedKV
+from eagle_mlx.cache.full import STEP, Mask, RaggedKV, gathered
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.ragged import RaggedCache
 
@@ -87,10 +87,4 @@ class WindowedKV(RaggedKV):
         slots = mx.arange(longest)
         old = slots + mx.where(slots >= self.window.sink, mx.array(list(counts), mx.int32)[:, None], 0)
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = (_taken(x, old) for x in (self.keys, self.values))
-
-
-def _taken(buffer: mx.array, slots: mx.array) -> mx.array:
-    """Return the entries in each row's slots [B, n] of a buffer [R, heads, capacity, D]."""
-    inside = mx.minimum(slots, buffer.shape[2] - 1)[:, None, :, None]
-    return mx.take_along_axis(buffer[: slots.shape[0]], inside, axis=2)
+            self.keys, self.values = (gathered(x, old) for x in (self.keys, self.values))

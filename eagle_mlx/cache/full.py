@@ -136,8 +136,7 @@ class RaggedKV:
             start, end = moves.start, moves.start + moves.new.shape[1]
             buffer[:, :, start:end] = mx.take(buffer, moves.old[0], axis=2)
             return buffer
-        moving = mx.take_along_axis(buffer[: moves.old.shape[0]], moves.old[:, None, :, None], axis=2)
-        return scattered(buffer, moving, moves.new)
+        return scattered(buffer, gathered(buffer, moves.old), moves.new)
 
     def append(self, other: RaggedKV) -> None:
         """Append the other's rows, before `lengths.append`. Slots after them are zeroed: they may hold a row's NaN."""
@@ -219,6 +218,12 @@ class RaggedGrouped(RaggedKV):
 def fetched(buffer: mx.array, rows: int, end: int) -> mx.array:
     """Return the rows in use and their first `end` slots: [rows, heads, end, D]."""
     return buffer if buffer.shape[0] == rows and buffer.shape[2] == end else buffer[:rows, :, :end]
+
+
+def gathered(buffer: mx.array, slots: mx.array) -> mx.array:
+    """Return the entries in each row's slots [B, L] of a buffer [R, heads, capacity, D], its last for slots past it."""
+    inside = mx.minimum(slots, buffer.shape[2] - 1)[:, None, :, None]
+    return mx.take_along_axis(buffer[: slots.shape[0]], inside, axis=2)
 
 
 def scattered(buffer: mx.array, new: mx.array, slots: mx.array) -> mx.array:

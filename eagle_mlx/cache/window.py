@@ -6,7 +6,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.full import Mask, RaggedKV, room, scattered
+from eagle_mlx.cache.full import Mask, RaggedKV, gathered, room, scattered
 from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 
@@ -55,8 +55,7 @@ class RaggedWindow(RaggedKV):
         self.displaced = [max(old, end - self.ring) for old, end in zip(self.displaced, ends, strict=True)]
 
     def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
-        old = (moves.old % self.ring)[:, None, :, None]
-        return scattered(buffer, mx.take_along_axis(buffer[: old.shape[0]], old, axis=2), moves.new % self.ring)
+        return scattered(buffer, gathered(buffer, moves.old % self.ring), moves.new % self.ring)
 
     def _ring_for(self, count: int) -> int:
         return max(self.ring, self.window + count - 1)
@@ -80,7 +79,7 @@ class RaggedWindow(RaggedKV):
         self._displace(0)
         if self.lengths.upper > smaller:
             held = ring_positions(self.lengths.offset - 1, ring) % old
-            self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
+            self.keys, self.values = (x if x is None else gathered(x, held) for x in (self.keys, self.values))
 
     def zero(self, row: int, start: int = 0) -> None:
         if start < self.window:  # slots after `start` have not wrapped
@@ -128,9 +127,3 @@ class RaggedWindow(RaggedKV):
         """Return the fewest positions a fork may have so that its whole window is still there."""
         displaced = self.displaced[row]
         return displaced + self.window - 1 if displaced else 0
-
-
-def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:
-    rows = slots.shape[0]
-    where = mx.minimum(slots, min(ring, buffer.shape[2]) - 1)[:, None, :, None]
-    return mx.take_along_axis(buffer[:rows], where, axis=2)

@@ -72,10 +72,9 @@ class RequestQueue:
 
     def append(self, request: RequestState) -> None:
         line = self.lines.get(request.client, [])
-        if request.paused:  # its client has had its turn; the newest row is paused first, and resumed last
-            self._replace(request.client, [request, *line], to_end=True)
-        else:
-            self._replace(request.client, [*line, request])
+        # A paused one's client has had its turn. The newest row is paused first, and resumed last.
+        line = [request, *line] if request.paused else [*line, request]
+        self._replace(request.client, line, to_end=request.paused)
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Return the first request that fits, unless another has been passed too often to wait any longer."""

@@ -274,8 +274,8 @@ class Engine:
         be cut. `limit`: maximum tokens if params do not say; context and memory may allow fewer. Raises PromptError as
         `generate` does, and if the request can never fit into `kv_bytes`.
         """
-        request = make_request(self.target, prompt, params, boundaries, client, namespace, conversation)
-        request = self.kv_budget.limited(request)
+        names = {"client": client, "namespace": namespace, "conversation": conversation}
+        request = self.kv_budget.limited(make_request(self.target, prompt, params, boundaries, **names))
         if limit is not None:
             request = replace(request, limit=min(request.limit, limit))
         return RequestState(request, self.target.tokenizer)
