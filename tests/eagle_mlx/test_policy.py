@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
-from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
+from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy, base
 from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration, Costs, Drift
 from tests.eagle_mlx.worlds import CHAINS, World, result
 
@@ -212,3 +213,9 @@ def test_confidences_need_not_be_right_to_tell_where_to_end(claimed: Callable[[f
         assert calibration.threshold(least) == pytest.approx(claimed(least), abs=0.15)
     assert calibration.threshold(0.0) == 0.0
     assert calibration.threshold(1.1) > 1, "nothing is that sure"
+
+
+def test_the_policies_stay_short() -> None:
+    """Without blank lines: whoever changes one reads all of them."""
+    texts = [file.read_text(encoding="utf-8") for file in Path(base.__file__).parent.glob("*.py")]
+    assert sum(bool(line.strip()) for text in texts for line in text.splitlines()) <= 544
