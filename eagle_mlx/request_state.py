@@ -143,6 +143,7 @@ class RequestState:
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))  # a byte for each token: 1 if it is an accepted draft token
         self.logprobs: list[TokenLogprob] = []
+        self.wants_logprobs, self.lossless = self.params.wants_logprobs, self.params.lossless
         self.counts = RequestCounts(len(self.prompt))
         self.finish_reason: str | None = None
         """None until the request ends. For this and the next three, see `Output`."""
@@ -259,8 +260,8 @@ class RequestState:
             accepted=sum(counts.accepted_by_position),
             drafted_by_position=counts.drafted_by_position,
             accepted_by_position=counts.accepted_by_position,
-            logprobs=self.logprobs if self.params.wants_logprobs else None,
-            lossless=self.params.lossless,
+            logprobs=self.logprobs if self.wants_logprobs else None,
+            lossless=self.lossless,
             forced=counts.forced,
             draft_failures=counts.draft_failures,
             cached_tokens=counts.cached_tokens,
