@@ -74,9 +74,8 @@ class Schedule:
 
     def _move(self, last: Work | None = None) -> Move | None:
         """Return the rows to move between groups, if any. The rows of a prompt that was just read join."""
-        joining = last.prefill.batch if isinstance(last, Read) and not last.prefill.left else None
-        if joining is not None and not joining.requests:
-            joining = None
+        read = last.prefill if isinstance(last, Read) and not last.prefill.left else None
+        joining = read.batch if read is not None and read.batch.requests else None
         prefilling = self.admission.prefilling if self.admission.prefills else []
         places = self.groups.moves(prefilling, joining)
         return Move(places, self.groups.touched(places, joining), joining) if places is not None else None
