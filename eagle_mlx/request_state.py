@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
@@ -187,14 +187,6 @@ class RequestState:
         """Whether its logits processors or its grammar may change the logits of the next round."""
         free = getattr(self.grammar, "free_tokens", 0 if self.grammar is not None else AHEAD + 1)
         return bool(self.params.logits_processors) or free <= AHEAD
-
-    def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
-        """Yield prompt and tokens, then the same list extended by one draft token each time (for logits processors)."""
-        text = self.text
-        yield text
-        for token in draft:
-            text.append(token)
-            yield text
 
     def admit(self) -> None:
         """Leave the queue; the text is read next."""

@@ -165,9 +165,9 @@ def _on_host(
 
 def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.array:
     """Apply a row's logits processors at every position of its draft. logits: [n+1, V] float32."""
-    parts = []
+    parts, text = [], request.text
     try:
-        for position, text in enumerate(request.texts(draft)):
+        for position in range(len(draft) + 1):
             part = logits[position : position + 1]
             for processor in request.params.logits_processors:
                 part = processor(text, part)
@@ -175,6 +175,7 @@ def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.arr
                     name = getattr(processor, "__name__", repr(processor))
                     raise ValueError(f"{name} returned {said(part)}; return [1, {logits.shape[-1]}]")
             parts.append(part.astype(mx.float32))
+            text += draft[position : position + 1]
         return mx.concatenate([*parts, logits[len(parts) :]])
     except Exception as e:  # a request's own processor may raise anything, which must not affect other rows
         request.fail(f"a logits processor failed: {e}")
