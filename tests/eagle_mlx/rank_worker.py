@@ -283,7 +283,7 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
 
 
 def idle(world: ProcessGroup) -> dict[str, Any]:
-    """Return the CPU share of the last rank during one idle second."""
+    """Return the CPU share of the last rank during at least one idle second."""
     heard = []
 
     class Watched(Channel):
@@ -299,7 +299,8 @@ def idle(world: ProcessGroup) -> dict[str, Any]:
     led(world, whole_model("qwen3", world.size), work, Watched(world))
     if world.is_rank_zero:
         return {}
-    (began, worked), (ended, done) = next(at for at in heard if at[0] > heard[-1][0] - 1), heard[-1]
+    ended, done = heard[-1]
+    began, worked = next(at for at in reversed(heard) if at[0] <= ended - 1)
     return {"worked": (done - worked) / (ended - began)}
 
 
