@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -15,12 +16,20 @@ from tqdm import tqdm
 
 from eagle_mlx.blas import one_blas_thread
 from eagle_mlx.cpu import default_streams, make_streams
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.collector import Collector
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
 from eagle_mlx.memory import FreedBuffers
+from eagle_mlx.plan import PREFILL_CHUNK
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.request import make_request
+from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import ShardMeta, ShardWriter
 from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.vision.spans import ImagePrompt, ImageSpan
 
 from .rendering import Sample
 
@@ -65,16 +74,18 @@ def capture_batches(
                     "tokens; its weights are damaged, or its dtype is too narrow: load it in float32"
                 )
             bar.update(count)
-            yield replace(Example.of(*sample), states=HiddenStates.split(aux_layers, states))
+            yield replace(Example.of(*sample[:3]), states=HiddenStates.split(aux_layers, states))
 
 
 def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
-    """Yield batches of similar length. Each has at most `batch_tokens` tokens with padding, or one conversation."""
+    """Yield batches of similar length. Each has at most `batch_tokens` tokens with padding, or one conversation.
+    One with images is alone."""
     remaining = iter(samples)
     while window := sorted(islice(remaining, WINDOW), key=lambda s: len(s[0])):
         batch: list[TokensAndMask] = []
         for sample in window:
-            if batch and (len(batch) + 1) * len(sample[0]) > batch_tokens:
+            is_full = (len(batch) + 1) * len(sample[0]) > batch_tokens
+            if batch and (is_full or _images(sample) or _images(batch[-1])):
                 yield batch
                 batch = []
             batch.append(sample)
@@ -90,6 +101,9 @@ def _hidden_states(
         padded = np.zeros((len(batch), max(len(sample[0]) for sample in batch)), np.int32)
         for row, sample in enumerate(batch):
             padded[row, : len(sample[0])] = sample[0]
+        if images := _images(batch[0]):
+            states.append(mx.array(_states_of_prompt(target, aux_layers, batch[0][0], images)[None]))
+            continue
         with mx.stream(stream):
             states.append(in_16_bits(read_states(target, mx.array(padded), aux_layers)))
     with one_blas_thread(len(streams) > 1):
@@ -98,6 +112,28 @@ def _hidden_states(
     del states
     FreedBuffers().after_chunk()
     return copies
+
+
+def _images(sample: TokensAndMask) -> Sequence[ImageSpan]:
+    return sample.images if isinstance(sample, Sample) else ()
+
+
+def _states_of_prompt(
+    target: Target, aux_layers: Sequence[int], tokens: Sequence[int], images: Sequence[ImageSpan]
+) -> Bits:
+    """Return 16-bit hidden states [L, (n + 1) * H] of a conversation with images, which is read as the engine reads a
+    prompt: in chunks, without the last token, of which the states are 0."""
+    spans = tuple(ImageSpan(span.start, replace(span.image)) for span in images)  # copies: features end with them
+    prompt = ImagePrompt(list(tokens[:-1]), spans)
+    request = RequestState(make_request(target, prompt, SamplingParams(max_tokens=1)), tokens=tokens[-1:])
+    collector = Collector(aux_layers, target.num_layers - 1, sys.maxsize, context=len(tokens), most=len(tokens))
+    prefill = Prefill(Batch(target, None, [request], collector=collector))
+    while prefill.left:
+        prefill.step(PREFILL_CHUNK)
+    collector.ended(request)
+    [example] = collector.take()
+    assert example.states is not None
+    return example.states.whole
 
 
 class ShardCapture:
@@ -184,8 +220,9 @@ def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> Sha
 def _conversations(samples: Sequence[TokensAndMask]) -> str:
     digest, count = hashlib.sha256(), 0
     for sample in samples:
-        tokens, mask, *key = sample
+        tokens, mask, *key = sample[:3]
         digest.update(np.array([len(tokens), *key], "<u8").tobytes())
         digest.update(np.array(tokens, "<i4").tobytes() + np.array(mask, np.uint8).tobytes())
+        digest.update(b"".join(span.image.digest for span in _images(sample)))
         count += len(tokens)
     return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"

@@ -27,6 +27,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.vision.spans import MARK
 
 from .capturing import ShardCapture
 from .conversation import Conversation
@@ -121,7 +122,7 @@ def collect(options: CollectOptions) -> None:
         check_free(options.output, options.overwrite)
     check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
     config = options.data_config()
-    check_conversations(config, options.split, answers=True)
+    check_conversations(config, options.split, answers=True, with_images=True)
     tune_process()
     target = options.loading.load(options.target)
     options.loading.wire_active()
@@ -130,7 +131,8 @@ def collect(options: CollectOptions) -> None:
         raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
     conversations = read_conversations(config, options.split, tokenizer, read)
-    samples, report = render_all(tokenizer, conversations, options.max_length, options.choice.filters.skip_bad)
+    skip_bad = options.choice.filters.skip_bad
+    samples, report = render_all(tokenizer, conversations, options.max_length, skip_bad, target.vision)
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
     print(
@@ -205,14 +207,15 @@ def inspect(options: InspectOptions) -> None:
             raise ConfigError("inspect checks one folder of shards at a time; run it again for each of the others")
         _inspect_shards(Path(options.data[0]))
         return
-    tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
+    target = options.loading.load(options.target) if options.target else None
+    tokenizer, vision = (tokenizer_of(target), target.vision) if target is not None else (None, None)
     report, template, lengths, learned = ReadReport(), RenderReport(), [], 0
     config = options.choice.config(options.data, max(options.limit, options.histogram))
     for index, conversation in enumerate(read_conversations(config, options.split, tokenizer, report)):
         length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
         if tokenizer is not None:
             try:
-                rendered, lost = examine(tokenizer, conversation)
+                rendered, lost = examine(tokenizer, conversation, vision)
             except DataError:
                 if not options.choice.filters.skip_bad:
                     raise
@@ -247,7 +250,7 @@ def _inspect_shards(folder: Path) -> None:
 
 def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:
     parts = []
-    for learned, pairs in groupby(zip(*rendered, strict=True), itemgetter(1)):
+    for learned, pairs in groupby(zip(rendered.tokens, rendered.loss_mask, strict=True), itemgetter(1)):
         text = escape_control_characters(decode([token for token, _ in pairs]))
         parts.append(f"⟦{text}⟧" if learned else text)
     return "".join(parts)
@@ -258,7 +261,7 @@ def as_text(conversation: Conversation) -> str:
     if conversation.tools:
         lines.append(f"[tools] {json.dumps(list(conversation.tools), ensure_ascii=False)}")
     for message in conversation.messages:
-        lines.append(f"[{message.role}] {message.content}")
+        lines.append(f"[{message.role}] {MARK.sub('[image]', message.content)}")
         lines += [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in message.extra.items()]
     return escape_control_characters("\n".join(lines))
 

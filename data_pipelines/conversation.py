@@ -33,6 +33,8 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    images: tuple[object, ...] = field(default=(), hash=False)
+    """Where the images come from that marks in the messages stand for (`vision.images`)."""
     origin: str = field(default="", compare=False)
     """Source, for error messages, such as `file.jsonl:12`."""
 
@@ -42,7 +44,7 @@ class Conversation:
         return sum(m.role == "user" for m in self.messages)
 
     def as_row(self) -> dict[str, Any]:
-        """Return a row for a jsonl file. `parse_row` turns it back into this conversation."""
+        """Return a row for a jsonl file. `parse_row` turns it back into this conversation, if it has no images."""
         if self.text is not None:
             return {"text": self.text}
         tools = {"tools": [dict(tool) for tool in self.tools]} if self.tools else {}
@@ -62,7 +64,7 @@ class Conversation:
         return self._key(self.messages)
 
     def _key(self, messages: Sequence[Message]) -> int:
-        texts = [normal(self.text or "")]
+        texts = [normal(self.text or ""), *map(str, self.images)]
         for message in messages:
             calls = message.extra.get("tool_calls")
             shown = json.dumps(calls, sort_keys=True, default=str) if calls else ""

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from eagle_mlx.errors import DataError
+from eagle_mlx.errors import DataError, PromptError
 from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
+from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.spans import ImageSpan, ImageTokens, placed
 
 from .conversation import Conversation
 from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from eagle_mlx.vision.tower import Vision
 
 _BEGUN = re.compile(r"[^\s>\]]+$")
 """The beginning of a word or tag."""
@@ -29,12 +33,21 @@ class Rendered(NamedTuple):
     tokens: list[int]
     loss_mask: list[int]
     """1 on the tokens to learn: the assistant's text and the token that ends its turn."""
+    images: tuple[ImageSpan, ...] = ()
+
+    def cut(self, length: int) -> Rendered:
+        """Return the first `length` tokens, or fewer: they end before an image that is not whole, or is last."""
+        length = min(length, len(self.tokens))
+        images = tuple(span for span in self.images if span.end < length - 1)
+        length = min([length, *(span.start for span in self.images[len(images) :])])
+        return Rendered(self.tokens[:length], self.loss_mask[:length], images)
 
 
 class Sample(NamedTuple):
     tokens: list[int]
     loss_mask: list[int]
     key: int
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Unrendered(NamedTuple):
@@ -87,18 +100,22 @@ class RenderReport:
 
 
 def render_all(
-    tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
+    tokenizer: TokenizerWrapper,
+    conversations: Iterable[Conversation],
+    max_length: int,
+    skip_bad: bool = False,
+    vision: Vision | None = None,
 ) -> tuple[list[Sample], RenderReport]:
     """Render conversations; drop and count those without an answer in their first `max_length` tokens.
 
-    With `skip_bad`, those that `examine` refuses and those without an answer are dropped too.
+    With `skip_bad`, those that `examine` refuses and those without an answer are dropped too. `vision`: see `examine`.
     """
     kept: list[Sample] = []
     report = RenderReport()
     for conversation in conversations:
         try:
             check_answer(conversation)
-            whole, lost = examine(tokenizer, conversation)
+            whole, lost = examine(tokenizer, conversation, vision)
         except DataError:
             if not skip_bad:
                 raise
@@ -106,7 +123,8 @@ def render_all(
             continue
         if not report.add(lost):
             continue
-        sample = Sample(whole.tokens[:max_length], whole.loss_mask[:max_length], conversation.prompt_key())
+        kept_part = whole.cut(max_length)
+        sample = Sample(kept_part.tokens, kept_part.loss_mask, conversation.prompt_key(), kept_part.images)
         report.cut += len(whole.tokens) > max_length
         if not any(sample.loss_mask):
             report.dropped += 1
@@ -127,17 +145,30 @@ def check_answer(conversation: Conversation) -> None:
         )
 
 
-def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
+def check_text(conversation: Conversation) -> None:
+    """Raise DataError if a conversation has images, which only capturing reads."""
+    if conversation.images:
+        raise DataError(
+            f"{conversation.origin}: conversations with images can only be inspected or captured, for a target that "
+            "sees; keep their hidden states with `eagle-data collect`, and train from them with --shards"
+        )
+
+
+def examine(
+    tokenizer: TokenizerWrapper, conversation: Conversation, vision: Vision | None = None
+) -> tuple[Rendered, Unrendered]:
     """Return the tokens and the loss mask of a conversation, even without an answer, and what the template drops.
 
     Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
-    generation %}` tags, or found by rendering the conversation up to each answer. Raises DataError with the
-    conversation's origin if an answer cannot be found, or if the template refuses the conversation.
+    generation %}` tags, or found by rendering the conversation up to each answer. `vision`: the target's, which reads
+    the images; their tokens are not learned. Raises DataError with the conversation's origin if an answer cannot be
+    found, if the template refuses the conversation, or if an image cannot be read.
     """
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
-    chat = RenderedChat.of(tokenizer, conversation)
+    images = _read_images(conversation, vision)
+    chat = RenderedChat.of(tokenizer, _with_tokens(conversation, images, vision))
     places = TokenPlaces.of(chat)
     turns = {turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"}
     silent = turns - chat.shown
@@ -147,11 +178,42 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
         spans = _found_spans(chat, turns - silent)
     else:
         lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
-    mask = _loss_mask(chat, spans, places)
+    mask, shown = _loss_mask(chat, spans, places), _places_of(images, conversation, places.tokens)
+    for image in shown:
+        mask[image.start : image.end] = [0] * len(image.image.tokens)
     learned = {token for token, learn in zip(places.tokens, mask, strict=True) if learn}
     if learned and learned.isdisjoint(tokenizer.eos_token_ids):
         lost.add("end answers with an end token")
-    return Rendered(places.tokens, mask), Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
+    return Rendered(places.tokens, mask, shown), Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
+
+
+def _read_images(conversation: Conversation, vision: Vision | None) -> list[ImageTokens]:
+    """Read the images of a conversation. Raises DataError if there are some, but no vision, or one cannot be read."""
+    if vision is None:
+        check_text(conversation)
+        return []
+    try:
+        return vision.read_all(conversation.images, ImageLimits())
+    except PromptError as e:
+        raise DataError(f"{conversation.origin}: {e}") from e
+
+
+def _with_tokens(conversation: Conversation, images: Sequence[ImageTokens], vision: Vision | None) -> Conversation:
+    """Return a conversation with the images' own texts in place of their marks."""
+    if vision is None or not images:
+        return conversation
+    messages = (replace(m, content=vision.expanded(m.content, images)) for m in conversation.messages)
+    return replace(conversation, messages=tuple(messages))
+
+
+def _places_of(
+    images: Sequence[ImageTokens], conversation: Conversation, tokens: Sequence[int]
+) -> tuple[ImageSpan, ...]:
+    """Return where the images are among a conversation's tokens. Raises DataError if not all are there."""
+    try:
+        return placed("".join(message.content for message in conversation.messages), tokens, images) if images else ()
+    except PromptError as e:
+        raise DataError(f"{conversation.origin}: {e}") from e
 
 
 def _left_out(chat: RenderedChat) -> set[str]:
@@ -183,12 +245,14 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
     """Return the tokens of a conversation, with or without an answer. Raises like `examine`."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
+    check_text(conversation)
     chat = RenderedChat.of(tokenizer, conversation)
     return chat.template.encode(chat.text)
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
     """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `examine`."""
+    check_text(conversation)
     messages = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()

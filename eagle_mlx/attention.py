@@ -39,7 +39,9 @@ def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
         return False
     lengths = getattr(cache, "lengths", None)
     is_whole = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
-    return is_whole and lengths is not None and lengths.branches is None and lengths.upper + length == keys.shape[2]
+    if not is_whole or lengths is None or lengths.branches is not None or lengths.blocks:
+        return False
+    return bool(lengths.upper + length == keys.shape[2])
 
 
 def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:

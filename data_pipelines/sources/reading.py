@@ -18,7 +18,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.setting import Group, setting
 
 from ..conversation import Conversation, held_out_prompts
-from ..rendering import all_tokens, check_answer
+from ..rendering import all_tokens, check_answer, check_text
 from . import Source, parse
 from .rows import choose, parse_row, place_of
 from .stdlib import library_conversations
@@ -137,11 +137,13 @@ def read_conversations(
         yield conversation
 
 
-def check_conversations(config: DataConfig, split: Split | None, answers: bool = False) -> None:
+def check_conversations(
+    config: DataConfig, split: Split | None, answers: bool = False, with_images: bool = False
+) -> None:
     """Read sources before a model is loaded, so that their errors show at once: JSON files whole, the start of others.
 
-    `answers`: each conversation must have an answer to learn. Raises DataError and ConfigError as `read_conversations`
-    and `examine` do, but does not count tokens. Built-in sources have no errors.
+    `answers`: each conversation must have an answer to learn. `with_images`: they may have images. Raises DataError and
+    ConfigError as `read_conversations` and `examine` do, but does not count tokens. Built-in sources have no errors.
     """
     for source in config.parsed:
         if source.kind == "builtin":
@@ -151,6 +153,8 @@ def check_conversations(config: DataConfig, split: Split | None, answers: bool =
         for conversation in islice(conversations, None if whole else 1):
             if answers and not config.skip_bad:
                 check_answer(conversation)
+            if not with_images:
+                check_text(conversation)
 
 
 @dataclass

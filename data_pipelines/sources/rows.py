@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.vision.images import TYPES, with_marks
 
 from ..conversation import Conversation, Message
 
@@ -125,14 +126,15 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
         row = fields.apply(row, origin)
     row = {k: v for k, v in row.items() if v is not None}
     turns: tuple[Message, ...] = ()
+    images: list[object] = []
     if listed := [key for key in _LISTS if key in row]:
-        turns = _messages(row[listed[0]], f"{origin}: `{fields.names.get('messages', listed[0])}`", fields)
+        turns = _messages(row[listed[0]], f"{origin}: `{fields.names.get('messages', listed[0])}`", fields, images)
     elif "prompt" in row:
         for key, role in (("prompt", "user"), ("completion", "assistant")):
             if isinstance(row.get(key), str):
                 turns += (Message(role, row[key]),)
             elif key in row:
-                turns += _messages(row[key], f"{origin}: the {key}", fields)
+                turns += _messages(row[key], f"{origin}: the {key}", fields, images)
     elif "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")
@@ -143,17 +145,19 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
             f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
         )
     if "system" in fields.names and row.get("system"):
-        turns = (Message("system", _content(row["system"], origin)), *turns)
-    return Conversation(turns, tools=tuple(_objects(row.get("tools") or [], f"{origin}: `tools`")), origin=origin)
+        turns = (Message("system", _content(row["system"], origin, images)), *turns)
+    tools = tuple(_objects(row.get("tools") or [], f"{origin}: `tools`"))
+    return Conversation(turns, tools=tools, images=tuple(images), origin=origin)
 
 
-def _messages(value: Any, origin: str, fields: FieldMap) -> tuple[Message, ...]:
+def _messages(value: Any, origin: str, fields: FieldMap, images: list[object]) -> tuple[Message, ...]:
+    """Parse messages. Where their images come from is appended to `images`."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{origin} must be a non-empty list of messages, not {_show(value)}")
     messages: list[Message] = []
     waiting: list[Mapping[str, Any]] = []
     for number, item in enumerate(value, 1):
-        message = _message(item, f"{origin}, message {number}", fields)
+        message = _message(item, f"{origin}, message {number}", fields, images)
         if message.role == "tool" and waiting and "tool_call_id" not in message.extra:  # templates match them by id
             call = waiting.pop(0)
             named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
@@ -164,7 +168,7 @@ def _messages(value: Any, origin: str, fields: FieldMap) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _message(item: Any, origin: str, fields: FieldMap) -> Message:
+def _message(item: Any, origin: str, fields: FieldMap, images: list[object]) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{origin} must be an object, not {_show(item)}")
     fields.require(item, "role", origin, "message")
@@ -183,7 +187,7 @@ def _message(item: Any, origin: str, fields: FieldMap) -> Message:
         fields.require(item, "content", origin, "message")
         keys = _listed(values)
         raise DataError(f"{origin} has no `{content_key}`; its keys are: {keys}; name it with --map content=…")
-    content = _content(values.pop(content_key, ""), origin)
+    content = _content(values.pop(content_key, ""), origin, images)
     if role in _CALLS:
         role, content, values["tool_calls"] = "assistant", *_calls_in(content, origin)
     if calls := _objects(values.pop("tool_calls", []), f"{origin}: `tool_calls`"):
@@ -191,15 +195,13 @@ def _message(item: Any, origin: str, fields: FieldMap) -> Message:
     return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, values)
 
 
-def _content(value: Any, origin: str) -> str:
+def _content(value: Any, origin: str, images: list[object]) -> str:
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, Sequence) else [value]
-    if all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
-        return "".join(p["text"] for p in parts)
-    if any(isinstance(p, Mapping) and str(p.get("type")) in ("image", "image_url", "input_image") for p in parts):
-        raise DataError(f"{origin}: heads cannot be trained on images yet; leave out conversations that have some")
-    raise DataError(f"{origin}: the content must be text, not {_show(value)}")
+    if all(isinstance(p, Mapping) and (p.get("type") in TYPES or isinstance(p.get("text"), str)) for p in parts):
+        return with_marks(parts, images)
+    raise DataError(f"{origin}: the content must be text or images, not {_show(value)}")
 
 
 def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:

@@ -16,7 +16,8 @@ from eagle_mlx.vision.spans import mark
 
 Image = Any
 """An image of Pillow, which the extra `vision` brings."""
-_TYPES = ("image", "image_url", "input_image")  # of a message's parts, in Anthropic's API and in OpenAI's two
+TYPES = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images, in Anthropic's API and in OpenAI's two."""
 
 
 def data_of(url: str, limits: ImageLimits) -> bytes:
@@ -24,7 +25,7 @@ def data_of(url: str, limits: ImageLimits) -> bytes:
     scheme, _, rest = url.partition(":")
     if scheme.lower() != "data":
         kind = f"{scheme.lower()[:20]} URLs" if "://" in url[:32] else "anything but data: URLs"
-        raise PromptError(f"this server does not fetch {kind}; send the image itself, as data:image/png;base64,…")
+        raise PromptError(f"EAGLE-MLX does not fetch {kind}; give the image itself, as data:image/png;base64,…")
     head, _, text = rest.partition(",")
     if not head.lower().endswith(";base64"):
         raise PromptError("the data: URL of an image must be in base64, such as data:image/png;base64,…")
@@ -70,17 +71,32 @@ def decode(data: bytes, limits: ImageLimits) -> Image:
         raise PromptError(f"the image cannot be decoded ({in_one_line(e)}); send a whole file in {formats}") from e
 
 
-def read_image(source: object, limits: ImageLimits) -> Image:
-    """Return the image of a `data:` URL, a file, its content, or an image of PIL. Raises PromptError."""
+def content_of(source: object, limits: ImageLimits) -> bytes:
+    """Return the content of an image's file, of which the source is a `data:` URL, a path, an image of Pillow, or the
+    content itself. Raises PromptError."""
     if isinstance(source, bytes):
-        return decode(source, limits)
+        return source
     if isinstance(source, str) and (source.startswith("data:") or "://" in source):
-        return decode(data_of(source, limits), limits)
+        return data_of(source, limits)
     if isinstance(source, str | Path):
-        return decode(file_of(source, limits), limits)
+        return file_of(source, limits)
     if callable(convert := getattr(source, "convert", None)):
-        return convert("RGB")
+        convert("RGB").save(file := BytesIO(), "PNG")
+        return file.getvalue()
     raise PromptError(f"an image is a file, its content or a data: URL, not {source!r:.80}")
+
+
+def with_marks(parts: Sequence[Mapping[str, Any]], sources: list[object]) -> str:
+    """Return the text of a content's parts, with marks for images; where these come from is appended to `sources`."""
+    texts = []
+    for part in parts:
+        if part.get("type") in TYPES:
+            source = part.get("image", part.get("image_url"))
+            sources.append(source.get("url") if isinstance(source, Mapping) else source)
+            texts.append(mark(len(sources) - 1))
+        else:
+            texts.append(str(part.get("text", "")))
+    return "".join(texts)
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
@@ -93,15 +109,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        if any(isinstance(part, Mapping) and part.get("type") in _TYPES for part in parts):
-            texts = []
-            for part in parts:
-                if part.get("type") not in _TYPES:
-                    texts.append(str(part.get("text", "")))
-                    continue
-                source = part.get("image", part.get("image_url"))
-                sources.append(source.get("url") if isinstance(source, Mapping) else source)
-                texts.append(mark(len(sources) - 1))
-            content = "".join(texts)
+        if any(isinstance(part, Mapping) and part.get("type") in TYPES for part in parts):
+            content = with_marks(parts, sources)
         changed.append({**message, "content": content} if "content" in message else dict(message))
     return changed, sources

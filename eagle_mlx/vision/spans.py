@@ -32,15 +32,14 @@ class ImageTokens:
     nbytes: int  # of its features
     is_block: bool  # whether its tokens attend to one another in both directions
     grid: tuple[int, int] | None  # its rows and columns of tokens, if rotary angles depend on them (M-RoPE)
-    compute: Callable[[], mx.array] = field(repr=False)
+    compute: Callable[[], mx.array] | None = field(default=None, repr=False)
 
     @cached_property
     def features(self) -> mx.array:
         """[1 + D, n, H], computed when they are first needed, then kept: the embeddings of its tokens, and what the
         first D layers add to their outputs."""
-        features = self.compute()
-        self.compute = lambda: features  # frees the pixels
-        return features
+        assert self.compute is not None
+        return self.compute()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ import numpy as np
 
 from eagle_mlx import hub
 from eagle_mlx.errors import PromptError, in_one_line, loading
-from eagle_mlx.vision.images import read_image
+from eagle_mlx.vision.images import content_of, decode
 from eagle_mlx.vision.limits import ImageLimits
 from eagle_mlx.vision.spans import ImageTokens, expanded
 
@@ -47,6 +47,9 @@ FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
 }
 """By `model_type` in config.json."""
+_MOST_KNOWN = 256
+"""Images whose tokens are remembered, of some 100 kB each: a session sends all of its screenshots with every turn, and
+preparing one of 2,560 x 1,600 pixels takes about a second."""
 _WEIGHTS = ("vision", "visual", "multi_modal_projector")  # what names of weights outside the text model contain
 
 
@@ -59,6 +62,7 @@ class Vision:
         self._embed, self._dtype = embed, dtype
         self._width = int(config.get("text_config", {}).get("hidden_size", 0))
         self._lock = threading.Lock()
+        self._known = dict[tuple[bytes, ImageLimits], ImageTokens]()  # the newest images, by their files
 
     @classmethod
     def of(cls, folder: Path, embed: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> Vision | None:
@@ -96,10 +100,23 @@ class Vision:
         return expanded(text, images, {self._placeholder, token})
 
     def read(self, source: object, limits: ImageLimits) -> ImageTokens:
-        """Read an image (`read_image`). Raises PromptError, also if this target reads no images."""
+        """Read an image (`images.content_of`). Its pixels are prepared again when its features are needed, so that a
+        conversation with many images does not hold them. Raises PromptError, also if this target reads no images."""
         if self.problem is not None:
             raise PromptError(self.problem)
-        image = read_image(source, limits)
+        data = content_of(source, limits)
+        key = hashlib.blake2b(data).digest(), limits
+        image = self._known.get(key)
+        if image is None:
+            image, _ = self._prepare(decode(data, limits))
+            with self._lock:
+                self._known[key] = image
+                if len(self._known) > _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+        return replace(image, compute=partial(self._compute, source, limits))
+
+    def _prepare(self, image: Any) -> tuple[ImageTokens, dict[str, Any]]:
+        """Return what an image of Pillow is among tokens, and the tower's inputs. Raises PromptError."""
         with self._lock:
             processor = self._processor
             try:
@@ -118,16 +135,17 @@ class Vision:
             grid = sides[0] // self._merged, sides[1] // self._merged
         nbytes = (1 + self._deepstack) * (end - first) * self._width * self._dtype.size
         is_block = self._config["text_config"].get("use_bidirectional_attention") == "vision"
-        return ImageTokens(
-            text, ids[first:end], digest, nbytes, is_block, grid, partial(self._compute, inputs, first, end)
-        )
+        return ImageTokens(text, ids[first:end], digest, nbytes, is_block, grid), inputs
 
-    def _compute(self, inputs: dict[str, Any], first: int, end: int) -> mx.array:
-        """Return an image's features, [1 + D, end - first, H]."""
+    def _compute(self, source: object, limits: ImageLimits) -> mx.array:
+        """Return the features, [1 + D, n, H], of an image that was read before."""
+        image, inputs = self._prepare(decode(content_of(source, limits), limits))
+        first = np.array(inputs["input_ids"])[0].tolist().index(self._image_token)
         rest = {name: value for name, value in inputs.items() if name != "attention_mask"}
         out = self._tower.get_input_embeddings(**rest, mask=inputs["attention_mask"])
         scale = self._width**0.5 if self._family.is_scaled else 1.0
-        features: mx.array = (out.inputs_embeds[:, first:end] / scale).astype(self._dtype)
+        here = slice(first, first + len(image.tokens))
+        features: mx.array = (out.inputs_embeds[:, here] / scale).astype(self._dtype)
         if out.deepstack_visual_embeds is not None:
             layers = [x.astype(self._dtype) for x in out.deepstack_visual_embeds]
             features = mx.concatenate([features, mx.stack(layers)])

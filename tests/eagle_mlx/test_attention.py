@@ -40,7 +40,7 @@ def test_a_prompt_in_tiles_attends_as_in_one_call(
 
 
 @pytest.mark.parametrize(
-    "changed", ["few queries", "sinks", "a ring", "additive mask", "no cache of ours", "quantized"]
+    "changed", ["few queries", "sinks", "a ring", "additive mask", "no cache of ours", "quantized", "an image"]
 )
 def test_other_attention_is_mlx_lms(changed: str) -> None:
     cache: object = RaggedCache(1, 1)[0]
@@ -55,6 +55,8 @@ def test_other_attention_is_mlx_lms(changed: str) -> None:
         cache = None
     elif changed == "quantized":
         cache = type("Quantized", (), {"bits": 4, "lengths": RaggedCache(1, 1).lengths})()
+    elif changed == "an image":  # its tokens see later ones, too
+        cache.lengths.see_blocks([(0, 9)])  # type: ignore[attr-defined]
     calls = []
 
     def one(*args: object, **more: object) -> mx.array:

@@ -56,6 +56,7 @@ BILLIONS = {
     "qwen3.5-27b": 26.9,
     "qwen3.5-35b-a3b": 34.66,
     "qwen3.6-27b-dspark": 26.9,
+    "qwen3.6-27b-images": 26.9,
 }
 """Published parameter counts (of the language model only), which a recipe's model must match."""
 SMALL = ("--draft-vocab", "512", "--rows", "1", "--accumulate", "1", "--length", "16")

@@ -63,7 +63,7 @@ def training_data(
         replayed = _replayed(target, config, sum(len(sample.tokens) for sample in rendered))
         rendered += replayed
     aux_layers = aux_layers_of(target, config, head)
-    samples: Examples = (texts := InMemory([Example.of(*sample) for sample in rendered]))
+    samples: Examples = (texts := InMemory([Example.of(*sample[:3]) for sample in rendered]))
     meta = shard_meta(target, aux_layers, config.data.cache_bits)
     choice = choose_states(config, sum(texts.lengths), meta, reserve)
     if progress:

@@ -186,7 +186,7 @@ class Portions:
             if self._has_states(number):
                 self._read[number] = OnDisk(ShardReader(self._shards(number)))
             else:
-                self._read[number] = InMemory([Example.of(*sample) for sample in self._texts(number)])
+                self._read[number] = InMemory([Example.of(*sample[:3]) for sample in self._texts(number)])
         return self._read[number]
 
     def _texts(self, number: int) -> list[Sample]:
