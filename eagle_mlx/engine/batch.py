@@ -91,6 +91,11 @@ class Batch:
         own = self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
         return own if self.collector is None else self.collector.layers_with(own)
 
+    @property
+    def head_reads_images(self) -> bool:
+        head = self.proposer.head if self.proposer is not None else None
+        return self.has_images and head is not None and head.reads_images
+
     def observe(
         self,
         tokens: Sequence[Sequence[int]],
@@ -98,13 +103,15 @@ class Batch:
         counts: Sequence[int],
         aux: Sequence[mx.array],
         in_prompts: bool = False,
+        embeddings: mx.array | None = None,
     ) -> None:
-        """Let collector and proposer observe `aux_layers` at `counts` positions from `starts`, and the next tokens."""
+        """Let collector and proposer observe `aux_layers` at `counts` positions from `starts`, and the next tokens.
+        `embeddings`: see `Observation`."""
         if self.collector is not None:
             self.collector.see(self.requests, starts, counts, self.aux_layers, aux)
         if self.state is not None and self.proposer is not None:
             observe = self.state.prefill if in_prompts else self.state.observe
-            observe(Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)])))
+            observe(Observation(tokens, tuple(aux[: len(self.proposer.aux_layers)]), embeddings))
 
     @property
     def draft_cache(self) -> RaggedCache | None:

@@ -86,10 +86,13 @@ class Prefill:
         if self._blocks:
             batch.cache.lengths.see_blocks(self._blocks)
         tokens = mx.array(padded, mx.int32)
-        images = ImageInput.of(batch.target.embed, tokens, start, batch.requests[0].request.images)
+        embed, spans = batch.target.embed, batch.requests[0].request.images
+        images = ImageInput.of(embed, tokens, start, spans)
         aux = batch.target.forward(tokens, batch.cache, batch.aux_layers, images=images).aux
         following = [text[start + 1 : start + 1 + count] for text, count in reads]
-        batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True)
+        shown = ImageInput.of(embed, mx.array(following), start + 1, spans) if batch.head_reads_images else None
+        embeddings = shown.embeddings if shown is not None else None
+        batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True, embeddings=embeddings)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
         with prompt_threads():

@@ -95,6 +95,12 @@ class HeadBase(nn.Module, Generic[Config]):
         return None if self._token_ids is None else self._token_ids - mx.arange(self._token_ids.size, dtype=mx.int32)
 
     @property
+    def reads_images(self) -> bool:
+        """Whether it reads the target's embeddings of images; otherwise it reads those of their placeholders. vLLM's
+        and SpecForge's EAGLE-3 heads read placeholders, and no config has a field for it."""
+        return False
+
+    @property
     def cache_layers(self) -> int:
         """Number of layers with a KV cache."""
         return getattr(self.config, "num_hidden_layers", 1)

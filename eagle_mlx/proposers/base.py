@@ -33,6 +33,8 @@ class Observation:
     """For each row, the token after each position; empty in a prefill if the row's prompt has been read."""
     aux: tuple[mx.array, ...]
     """The outputs of the proposer's aux layers at these positions, each [B, L, H], right-padded."""
+    embeddings: mx.array | None = None
+    """[B, L, H], the target's embeddings of `tokens`, if some are images and the proposer's head reads these."""
 
 
 DROPPED = 2  # the mark of a position whose entry a draft window has left behind

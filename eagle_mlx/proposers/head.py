@@ -132,6 +132,7 @@ class _Pending:
 
     tokens: list[list[int]]  # for each row, the token after each position
     aux: list[tuple[mx.array, ...]]  # the target's hidden states in chunks, one [B, L, H] for each layer
+    embeddings: mx.array | None = None  # [B, L, H], of the first L tokens, if some are images that the head reads
 
     @property
     def longest(self) -> int:
@@ -197,7 +198,7 @@ class HeadState(ProposerState):
     def _append_pending(self, seen: Observation) -> _Pending:
         if self._pending is None or not self._pending.even:
             self._read_pending()
-            self._pending = _Pending([[] for _ in seen.tokens], [])
+            self._pending = _Pending([[] for _ in seen.tokens], [], seen.embeddings)
         for row, tokens in zip(self._pending.tokens, seen.tokens, strict=True):
             row.extend(tokens)
         longest = max(map(len, seen.tokens))
@@ -212,7 +213,7 @@ class HeadState(ProposerState):
         counts = [len(tokens) for tokens in pending.tokens]
         tokens = mx.array([row + [0] * (pending.longest - len(row)) for row in pending.tokens], mx.int32)
         layers = [x[0] if len(x) == 1 else mx.concatenate(list(x), axis=1) for x in zip(*pending.aux, strict=True)]
-        h = self._forward(tokens, self.head.features(layers))
+        h = self._forward(tokens, self.head.features(layers), pending.embeddings)
         if pending.even:
             self.hidden = h[:, -1:]
             self.cache.lengths.advance(counts[0])
@@ -240,11 +241,15 @@ class HeadState(ProposerState):
                     marks[position] = DROPPED
             self.cache.drop(counts)
 
-    def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, features: mx.array, first: mx.array | None = None) -> mx.array:
+        """Read tokens and features; `first`: embeddings of the first tokens, instead of the head's own."""
         if isinstance(self.head, BlockHead):
             self.head.extend(features, self.cache)
             return tokens[..., None]
-        return self.head(self.head.embed(tokens), features, self.cache)
+        embeddings = self.head.embed(tokens)
+        if first is not None:
+            embeddings = mx.concatenate([first.astype(embeddings.dtype), embeddings[:, first.shape[1] :]], axis=1)
+        return self.head(embeddings, features, self.cache)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if isinstance(self.head, BlockHead | PEagleHead):

@@ -19,10 +19,15 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix_tree import keys_of
 from eagle_mlx.errors import PromptError, TargetError
+from eagle_mlx.hidden_states import from_16_bits
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.request import read_prompt
 from eagle_mlx.vision.spans import ImageSpan, ImageTokens
 from eagle_mlx.vision.tower import Vision
@@ -176,6 +181,41 @@ def test_seeded_text_after_images_does_not_depend_on_drafts(
     drafted = drafting(kind, folders, drafter).generate([A, B, TEXT, A], [*params, GREEDY])
     assert [output.tokens for output in drafted[:3]] == [output.tokens for output in plain]
     assert drafted[3].tokens == references(kind).tokens(A)
+
+
+@pytest.mark.parametrize(("kind", "chunk"), diagonal(["qwen3_5", "gemma4"], [1000, 7]))
+def test_mtp_heads_read_the_embeddings_of_images(kind: str, chunk: int, folders: Callable[[str], Path]) -> None:
+    target = em.load_target(folders(kind))
+    head = mtp(target)
+    proposer = em.HeadProposer(head)
+    engine = em.Engine(target, proposer)
+    request = engine.prepare(A, GREEDY)
+    prefill = Prefill(Batch(target, proposer, [request]))
+    while prefill.left:
+        prefill.step(chunk)
+    prefill.batch.observe([[5]], [len(request.prompt) - 1], [1], [mx.zeros((1, 1, target.hidden_size))])
+    assert isinstance(prefill.batch.state, HeadState)
+    found, _ = prefill.batch.state.cache[0].keys_and_values()
+    reading = Collector((), target.num_layers - 1, 1 << 30, context=1000, most=1000)
+    em.Engine(target, collector=reading).generate(A, em.SamplingParams(max_tokens=1, ignore_eos=True))
+    [served] = reading.take()
+    assert served.states is not None
+    states = from_16_bits(served.states.last)[None, :-2].astype(target.dtype)
+    (span,) = request.request.images
+    embeddings = target.embed(mx.array([request.prompt[1:]]))
+    assert head.reads_images
+    plain, merged = mx.array(embeddings), mx.array(embeddings)
+    merged[:, span.start - 1 : span.end - 1] = span.image.features[0]
+
+    def keys(embeddings: mx.array) -> mx.array:
+        cache = RaggedCache(1, 1)
+        head(embeddings, head.features([states]), cache)
+        cache.lengths.advance(states.shape[1])
+        return cache[0].keys_and_values()[0][:, :, : states.shape[1]]
+
+    wanted = keys(merged)
+    assert mx.allclose(found[:, :, : states.shape[1]], wanted, atol=0.1).item()
+    assert not mx.allclose(keys(plain), wanted, atol=0.1).item()
 
 
 def test_embeddings_of_images_count_in_the_memory_of_rows(folders: Callable[[str], Path]) -> None:
@@ -346,6 +386,13 @@ def test_types_without_support_and_missing_packages_are_named(
     assert "reads only text" in reason(tmp_path)
     monkeypatch.setattr("eagle_mlx.vision.tower.find_spec", lambda name: None)
     assert "pip install 'eagle-mlx[vision]'" in reason(folders("mistral3"))
+
+
+def test_images_are_refused_by_name_over_several_processes(folders: Callable[[str], Path]) -> None:
+    target = em.load_target(folders("mistral3"), shard=lambda model: None)
+    with pytest.raises(PromptError, match="leave out --shard"):
+        read_prompt(target, A)
+    assert read_prompt(target, TEXT).tokens
 
 
 def test_text_for_a_model_that_sees_imports_no_mlx_vlm(folders: Callable[[str], Path]) -> None:

@@ -134,6 +134,11 @@ class MTPHead(HeadBase[MTPConfig]):
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
 
+    @property
+    def reads_images(self) -> bool:
+        """True, as it was trained with its target (as in vLLM's `qwen3_5_mtp.py`), unless it has an own embedding."""
+        return not self.config.own_embedding
+
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """Target's last layer output [B, L, H] -> the same, with the final norm if configured."""
         return self.target.norm(aux[0]) if self.config.target_norm else aux[0]
