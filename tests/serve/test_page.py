@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.full import FULL
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
+from tests.vision_targets import picture, vision_folder
 
 browsing = pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium")
 NOTHING = "\u2013"
@@ -252,6 +254,50 @@ def test_the_page_has_a_box_that_colors_accepted_draft_tokens(page: Page) -> Non
         assert page.text("#answer-note") == "Type a message first."
         assert page.js("document.activeElement.id") == "prompt"
         assert page.js(COLOR) != BAD
+
+
+TAKE = """(name => {
+  const bytes = Uint8Array.from(atob('%s'), c => c.charCodeAt(0)), data = new DataTransfer();
+  data.items.add(new File([bytes], 'shot.png', { type: 'image/png' }));
+  const event = name === 'paste' ? new ClipboardEvent(name, { clipboardData: data, bubbles: true, cancelable: true })
+    : new DragEvent(name, { dataTransfer: data, bubbles: true, cancelable: true });
+  return document.querySelector('#prompt').dispatchEvent(event);
+})"""
+
+
+@browsing
+def test_images_that_are_pasted_or_dropped_go_with_the_next_message(page: Page, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm")
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+    shots = [picture(seed, 48, 64) for seed in (1, 2)]
+    send = "document.querySelector('#prompt').value = 'what is this?'; document.querySelector('#send').click()"
+
+    def answered() -> str:
+        page.js(send)
+        page.until("document.querySelector('#answer-note').innerText.includes('tokens/s')")
+        return str(page.js("document.querySelector('#answer').textContent"))
+
+    def engine() -> em.Engine:
+        target = em.load_target(folder)
+        target.context_length = 80  # ends answers
+        return em.Engine(target)
+
+    with live(lambda: Loaded(engine(), "none", 0, {"temperature": 0.0})) as running:
+        page.open(running.base + "/")
+        for count, (event, shot) in enumerate(zip(("paste", "drop"), shots, strict=True), 1):
+            taken = TAKE % base64.b64encode(shot).decode()
+            assert page.js(f"{taken}('{event}')") is False, "the browser does nothing else with it"
+            page.until(f"document.querySelector('#answer-note').innerText === 'Images with the next message: {count}'")
+        seen, blind = answered(), answered()
+        parts = [{"type": "image", "image": shot} for shot in shots]
+        ask = {"role": "user", "content": [*parts, {"type": "text", "text": "what is this?"}]}
+        reference = engine().generate([ask], em.SamplingParams(max_tokens=80))
+        assert seen == reference.text != blind
+        page.js(
+            "document.querySelector('#prompt').dispatchEvent(new ClipboardEvent('paste', "
+            "{ clipboardData: new DataTransfer() }))"
+        )
+        assert answered() == blind, "a pasted text is no image"
 
 
 COLOR = "getComputedStyle(document.querySelector('#answer-note')).color"
