@@ -13,8 +13,10 @@ import pytest
 
 from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.heads.mtp import save_mtp
 from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.vision_targets import picture, vision_target
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -82,6 +84,20 @@ def test_a_verify_can_be_timed_without_a_head() -> None:
     assert costs.draft_ms is costs.draft_to_target is None
     assert costs.verify_ms[2] > 0
     assert "draft step" not in str(costs)
+
+
+def test_acceptance_after_images_is_reported_for_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlx_vlm")
+    target = vision_target(tmp_path / "target", "qwen3_5")
+    save_mtp(heads.mtp(target), tmp_path / "mtp", target_name="tiny")
+    (tmp_path / "shot.png").write_bytes(picture(1, 48, 64))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f(x):"}\n' * 3)
+    files = ["--head", f"{tmp_path}/mtp", "--images", f"{tmp_path}/shot.png", "--prompts", f"{tmp_path}/prompts.jsonl"]
+    script("images.py")["main"](["--target", f"{tmp_path}/target", *files, "--max-tokens", "8", "--depth", "2"])
+    ngrams, head = capsys.readouterr().out.splitlines()[-2:]
+    assert ngrams.startswith("| n-grams | ")
+    assert head.startswith("| MTP ")
+    assert ngrams.count(" of 3 answers)") == head.count(" of 3 answers)") == 2
 
 
 @pytest.mark.parametrize("depth", [0, 3])
