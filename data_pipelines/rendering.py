@@ -13,7 +13,7 @@ from eagle_mlx.errors import DataError, PromptError
 from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
 from eagle_mlx.vision.limits import ImageLimits
-from eagle_mlx.vision.spans import ImageSpan, ImageTokens, placed
+from eagle_mlx.vision.spans import ImagePrompt, ImageSpan, ImageTokens, filled, placed
 
 from .conversation import Conversation
 from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
@@ -178,13 +178,14 @@ def examine(
         spans = _found_spans(chat, turns - silent)
     else:
         lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
-    mask, shown = _loss_mask(chat, spans, places), _places_of(images, conversation, places.tokens)
-    for image in shown:
-        mask[image.start : image.end] = [0] * len(image.image.tokens)
-    learned = {token for token, learn in zip(places.tokens, mask, strict=True) if learn}
+    prompt, mask = _filled(conversation, places.tokens, images), _loss_mask(chat, spans, places)
+    for span in prompt.images:
+        mask[span.start : span.start + 1] = [0] * len(span.image.tokens)
+    learned = {token for token, learn in zip(prompt.tokens, mask, strict=True) if learn}
     if learned and learned.isdisjoint(tokenizer.eos_token_ids):
         lost.add("end answers with an end token")
-    return Rendered(places.tokens, mask, shown), Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
+    rendered = Rendered(prompt.tokens, mask, prompt.images)
+    return rendered, Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
 
 
 def _read_images(conversation: Conversation, vision: Vision | None) -> list[ImageTokens]:
@@ -199,19 +200,20 @@ def _read_images(conversation: Conversation, vision: Vision | None) -> list[Imag
 
 
 def _with_tokens(conversation: Conversation, images: Sequence[ImageTokens], vision: Vision | None) -> Conversation:
-    """Return a conversation with the images' own texts in place of their marks."""
+    """Return a conversation with the images' own texts, each with one placeholder, in place of their marks."""
     if vision is None or not images:
         return conversation
     messages = (replace(m, content=vision.expanded(m.content, images)) for m in conversation.messages)
     return replace(conversation, messages=tuple(messages))
 
 
-def _places_of(
-    images: Sequence[ImageTokens], conversation: Conversation, tokens: Sequence[int]
-) -> tuple[ImageSpan, ...]:
-    """Return where the images are among a conversation's tokens. Raises DataError if not all are there."""
+def _filled(conversation: Conversation, tokens: list[int], images: Sequence[ImageTokens]) -> ImagePrompt:
+    """Return a conversation's tokens with all of its images'. Raises DataError if they are not all there."""
+    if not images:
+        return ImagePrompt(tokens, ())
+    marks = "".join(message.content for message in conversation.messages)
     try:
-        return placed("".join(message.content for message in conversation.messages), tokens, images) if images else ()
+        return ImagePrompt(whole := filled(marks, tokens, images), placed(marks, whole, images))
     except PromptError as e:
         raise DataError(f"{conversation.origin}: {e}") from e
 

@@ -6,6 +6,7 @@ import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from numbers import Integral
 from operator import itemgetter
@@ -190,6 +191,5 @@ def read_prompt(target: Target, prompt: Prompt) -> ImagePrompt:
         raise PromptError(f"the chat template of {target.name} refuses these messages: {e}") from e
     if not images or target.vision is None:
         return ImagePrompt(list(rendered), ())
-    text = target.vision.expanded(rendered, images)
-    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    tokens = target.vision.encode(rendered, images, partial(tokenizer.encode, add_special_tokens=False))
     return ImagePrompt(tokens, placed(rendered, tokens, images))

@@ -18,7 +18,8 @@ class ImageLimits(Group):
     images: int = setting(64, "images of a request", AT_LEAST_1, "max_images")
     mb: float = setting(16.0, "size of an image's file", ABOVE_0, "max_image_mb", "MB")
     megapixels: float = setting(40.0, "size of an image in millions of pixels", ABOVE_0, "max_image_megapixels", "MP")
-    tokens: int = setting(65_536, "tokens of all images of a request together", AT_LEAST_1, "max_image_tokens")
+    tokens: int = setting(262_144, "tokens of all images of a request together", AT_LEAST_1, "max_image_tokens")
+    """By default, the longest context of these models: a session of many screenshots ends there at the earliest."""
     formats: str = setting(",".join(_FORMATS), "formats of images, separated by commas", None, "image_formats", "LIST")
 
     def _check(self) -> None:

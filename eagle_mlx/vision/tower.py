@@ -22,7 +22,7 @@ from eagle_mlx import hub
 from eagle_mlx.errors import PromptError, in_one_line, loading
 from eagle_mlx.vision.images import content_of, decode
 from eagle_mlx.vision.limits import ImageLimits
-from eagle_mlx.vision.spans import ImageTokens, expanded
+from eagle_mlx.vision.spans import ImageTokens, expanded, filled
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
 }
 """By `model_type` in config.json."""
+_Key = tuple[bytes, ImageLimits]  # a hash of an image's file, and the limits within which it was read
 _MOST_KNOWN = 256
-"""Images whose tokens are remembered, of some 100 kB each: a session sends all of its screenshots with every turn, and
-preparing one of 2,560 x 1,600 pixels takes about a second."""
+"""Images whose tokens are remembered, of some 40 kB each: to prepare 2,560 x 1,600 pixels takes about a second."""
 _WEIGHTS = ("vision", "visual", "multi_modal_projector")  # what names of weights outside the text model contain
 
 
@@ -69,7 +69,8 @@ class Vision:
         self._embed, self._dtype = embed, dtype
         self._width = int(config.get("text_config", {}).get("hidden_size", 0))
         self._lock = threading.Lock()
-        self._known = dict[tuple[bytes, ImageLimits], ImageTokens]()  # the newest images, by their files
+        self._known = dict[_Key, ImageTokens]()  # the newest images
+        self._newest: tuple[_Key, ImageTokens, dict[str, Any]] | None = None  # with its prepared pixels
 
     @classmethod
     def of(
@@ -105,26 +106,33 @@ class Vision:
         limits.check_tokens(sum(len(image.tokens) for image in images))
         return images
 
+    def encode(self, text: str, images: Sequence[ImageTokens], encode: Callable[[str], Sequence[int]]) -> list[int]:
+        """Return the tokens of a text with marks and with all tokens of the images, as `encode` reads the rest."""
+        return filled(text, encode(self.expanded(text, images)), images)
+
     def expanded(self, text: str, images: Sequence[ImageTokens]) -> str:
         """Return a text with the images' own texts in place of their marks (`spans.expanded`)."""
         token = self._processor.tokenizer.convert_ids_to_tokens(self._image_token)
         return expanded(text, images, {self._placeholder, token})
 
     def read(self, source: object, limits: ImageLimits) -> ImageTokens:
-        """Read an image (`images.content_of`). Its pixels are prepared again when its features are needed, so that a
-        conversation with many images does not hold them. Raises PromptError, also if this target reads no images."""
+        """Read an image (`images.content_of`). Raises PromptError, also if this target reads no images.
+
+        Only the newest image keeps its prepared pixels, some 100 MB. Others are prepared again if their features are
+        needed, because a session sends all of its screenshots with every turn, and the prefix cache has most of them.
+        """
         if self.problem is not None:
             raise PromptError(self.problem)
         data = content_of(source, limits)
         key = hashlib.blake2b(data).digest(), limits
         image = self._known.get(key)
         if image is None:
-            image, _ = self._prepare(decode(data, limits))
+            image, inputs = self._prepare(decode(data, limits))
             with self._lock:
-                self._known[key] = image
+                self._known[key], self._newest = image, (key, image, inputs)
                 if len(self._known) > _MOST_KNOWN:
                     del self._known[next(iter(self._known))]
-        return replace(image, compute=partial(self._compute, source, limits))
+        return replace(image, compute=partial(self._compute, key, source, limits))
 
     def _prepare(self, image: Any) -> tuple[ImageTokens, dict[str, Any]]:
         """Return what an image of Pillow is among tokens, and the tower's inputs. Raises PromptError."""
@@ -136,9 +144,9 @@ class Vision:
             except Exception as e:  # other people's code; the sizes of an image may not suit it
                 raise PromptError(f"the image cannot be prepared for this model: {in_one_line(e)}") from e
             ids = np.array(inputs["input_ids"])[0].tolist()  # in NumPy: MLX computes in the engine's thread
-            text = processor.tokenizer.decode(ids, skip_special_tokens=False)
             places = [place for place, token in enumerate(ids) if token == self._image_token]
             first, end = places[0], places[-1] + 1
+            text = processor.tokenizer.decode([*ids[: first + 1], *ids[end:]], skip_special_tokens=False)
             digest = hashlib.blake2b(self._identity + repr(image.size).encode() + image.tobytes()).digest()
         grid = None
         if self._family.has_axes:
@@ -148,9 +156,12 @@ class Vision:
         is_block = self._config["text_config"].get("use_bidirectional_attention") == "vision"
         return ImageTokens(text, ids[first:end], digest, nbytes, is_block, grid), inputs
 
-    def _compute(self, source: object, limits: ImageLimits) -> mx.array:
+    def _compute(self, key: _Key, source: object, limits: ImageLimits) -> mx.array:
         """Return the features, [1 + D, n, H], of an image that was read before."""
-        image, inputs = self._prepare(decode(content_of(source, limits), limits))
+        with self._lock:
+            newest = self._newest if self._newest is not None and self._newest[0] == key else None
+            self._newest = None if newest is not None else self._newest
+        image, inputs = newest[1:] if newest is not None else self._prepare(decode(content_of(source, limits), limits))
         first = np.array(inputs["input_ids"])[0].tolist().index(self._image_token)
         rest = {name: value for name, value in inputs.items() if name != "attention_mask"}
         out = self._tower.get_input_embeddings(**rest, mask=inputs["attention_mask"])

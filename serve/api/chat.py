@@ -217,7 +217,7 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
     whole: Encode = encode
     if images and vision is not None:
-        whole = lambda text, special: encode(vision.expanded(text, images), special)  # noqa: E731
+        whole = lambda text, special: vision.encode(text, images, lambda part: encode(part, special))  # noqa: E731
     tokens = chat.tokens(whole)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

@@ -50,7 +50,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 def _too_large(limits: Limits) -> ApiError:
     # The rest of the body may be unread, so the connection cannot serve another request.
-    message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
+    message = f"the body is larger than {limits.body_mb:g} MB; shorten it, or raise --max-body-mb"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 

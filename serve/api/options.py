@@ -25,7 +25,7 @@ class Limits(Group):
 
     queue: int = setting(128, "requests that may wait for a model; more are refused with 429", AT_LEAST_0, "max_queue")
     body_mb: float = setting(
-        8.0,
+        32.0,  # as in Anthropic's API; a turn of an agent sends all screenshots again
         "size limit of a request; larger ones get 413",
         Limit(lambda size: size >= 0.001, "must be at least 0.001, not {}"),
         "max_body_mb",
@@ -51,7 +51,7 @@ class Limits(Group):
     schema_threads: int = 4  # requests with a schema that are prepared at once; compiling one may keep a core busy
     responses: int = 1000  # responses stored for `previous_response_id`, for each API key
     response_bytes: int = 64 << 20
-    """Memory of stored responses, for each API key: eight times the default limit of a body."""
+    """Memory of stored responses, for each API key: twice the default limit of a body."""
     connections: int = 1000
     """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
     head_seconds: float = 60.0  # time to receive a request's head, as nginx's client_header_timeout

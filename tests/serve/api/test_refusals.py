@@ -314,6 +314,7 @@ def test_bodies_that_are_too_large(guarded: Live) -> None:
         answer = guarded.http.post(COMPLETIONS, content=content, headers=headers)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
+        assert "--max-body-mb" in answer.json()["error"]["message"]
     still_serves(guarded)
 
 

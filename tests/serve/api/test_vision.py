@@ -6,12 +6,15 @@ import struct
 import zlib
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import eagle_mlx as em
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.vision import tower
+from eagle_mlx.vision.images import decode
 from eagle_mlx.vision.limits import ImageLimits
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from tests.serve.api.live import DEPTH, Live, live
@@ -98,6 +101,29 @@ def test_a_stored_response_keeps_its_images(seeing: Live) -> None:
     whole = post(seeing, RESPONSES, [ask(RESPONSES, A), said, user(text(RESPONSES, "and now?"))])
     assert prompt_tokens(later) == prompt_tokens(whole)
     assert answer_of(later) == answer_of(whole)
+
+
+def test_a_session_reads_each_screenshot_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = vision_folder(tmp_path / "qwen3_5", "qwen3_5")  # whose recurrent states cannot be cut
+    decoded = list[bytes]()
+    monkeypatch.setattr(tower, "decode", lambda data, limits: decoded.append(data) or decode(data, limits))
+
+    def loaded() -> Loaded:
+        return Loaded(em.Engine(em.load_target(folder), prefix_cache_bytes=1 << 26), "none", 0)
+
+    shots = [picture(seed, 48, 64) for seed in range(5)]
+    turns: list[dict[str, Any]] = [user(text(MESSAGES, "Find the button. " * 8))]
+    with live(loaded) as running:
+        before = 0
+        for count, shot in enumerate(shots, 1):
+            turns += called(MESSAGES, "{}", [shown(MESSAGES, shot), text(MESSAGES, "a screenshot " * 6)])
+            usage = post(running, MESSAGES, turns, max_tokens=2).json()["usage"]
+            assert usage["cache_read_input_tokens"] >= before - 16, "all but the newest turn is in the prefix cache"
+            assert decoded == shots[:count], "each image is decoded once, by the request that brings it"
+            before = usage["cache_read_input_tokens"] + usage["input_tokens"]
+        again = post(running, MESSAGES, turns, max_tokens=2).json()["usage"]
+        assert again["cache_read_input_tokens"] > 0
+        assert decoded == shots
 
 
 def test_the_prefix_cache_of_a_server_distinguishes_images(seeing: Live) -> None:
