@@ -249,8 +249,10 @@ def _inspect_shards(folder: Path) -> None:
 
 
 def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:
-    parts = []
-    for learned, pairs in groupby(zip(rendered.tokens, rendered.loss_mask, strict=True), itemgetter(1)):
+    parts, pairs_of = [], list(zip(rendered.tokens, rendered.loss_mask, strict=True))
+    for span in reversed(rendered.images):
+        del pairs_of[span.start + 1 : span.end]  # shows one placeholder
+    for learned, pairs in groupby(pairs_of, itemgetter(1)):
         text = escape_control_characters(decode([token for token, _ in pairs]))
         parts.append(f"⟦{text}⟧" if learned else text)
     return "".join(parts)

@@ -167,8 +167,8 @@ def examine(
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
-    images = _read_images(conversation, vision)
-    chat = RenderedChat.of(tokenizer, _with_tokens(conversation, images, vision))
+    shown, images = _with_images(conversation, vision)
+    chat = RenderedChat.of(tokenizer, shown)
     places = TokenPlaces.of(chat)
     turns = {turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"}
     silent = turns - chat.shown
@@ -188,23 +188,18 @@ def examine(
     return rendered, Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
 
 
-def _read_images(conversation: Conversation, vision: Vision | None) -> list[ImageTokens]:
-    """Read the images of a conversation. Raises DataError if there are some, but no vision, or one cannot be read."""
-    if vision is None:
+def _with_images(conversation: Conversation, vision: Vision | None) -> tuple[Conversation, list[ImageTokens]]:
+    """Return a conversation with its images' own texts, each with one placeholder, in place of marks, and the images.
+    Raises DataError if an image cannot be read."""
+    if vision is None or not conversation.images:
         check_text(conversation)
-        return []
+        return conversation, []
     try:
-        return vision.read_all(conversation.images, ImageLimits())
+        images = vision.read_all(conversation.images, ImageLimits())
     except PromptError as e:
         raise DataError(f"{conversation.origin}: {e}") from e
-
-
-def _with_tokens(conversation: Conversation, images: Sequence[ImageTokens], vision: Vision | None) -> Conversation:
-    """Return a conversation with the images' own texts, each with one placeholder, in place of their marks."""
-    if vision is None or not images:
-        return conversation
     messages = (replace(m, content=vision.expanded(m.content, images)) for m in conversation.messages)
-    return replace(conversation, messages=tuple(messages))
+    return replace(conversation, messages=tuple(messages)), images
 
 
 def _filled(conversation: Conversation, tokens: list[int], images: Sequence[ImageTokens]) -> ImagePrompt:

@@ -96,8 +96,8 @@ class HeadBase(nn.Module, Generic[Config]):
 
     @property
     def reads_images(self) -> bool:
-        """Whether it reads the target's embeddings of images; otherwise it reads those of their placeholders. vLLM's
-        and SpecForge's EAGLE-3 heads read placeholders, and no config has a field for it."""
+        """Whether it reads the target's embeddings of images, not of their placeholders, as EAGLE-3 heads do in vLLM
+        and SpecForge. No config has a field for it."""
         return False
 
     @property

@@ -136,7 +136,7 @@ def test_a_head_learns_from_conversations_with_images(
     images.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     texts.write_text("".join(json.dumps({"prompt": f"say {n}", "completion": ANSWER}) + "\n" for n in range(4)))
     assert cli.main(["inspect", str(images), "--target", target, "--split", "all"]) == 0
-    assert f"⟦{ANSWER}" in capsys.readouterr().out
+    assert f"<|vision_start|><|image_pad|><|vision_end|>question 1\n<assistant>⟦{ANSWER}" in capsys.readouterr().out
     assert cli.main(["inspect", str(images), "--split", "all"]) == 0
     assert "[user] Look at [image][image]question 2" in capsys.readouterr().out
     shards = ["--data", str(images), "--split", "all", "--aux-layers", "0,2", "--output", f"{tmp_path}/s"]
