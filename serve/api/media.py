@@ -135,7 +135,7 @@ class Pictures:
             except PromptError as e:
                 if is_new:
                     raise PictureError(400, f"{where}: {e}", where) from e
-                texts.append(part.note)
+                texts.append(part.note if problem else f"[{part.kind} left out: it cannot be read]")
             else:
                 texts.append(mark(len(read)))
                 read.append(image)
