@@ -70,7 +70,7 @@ def read_streams(folder: Path, answers: list[Path]) -> tuple[Stream, Stream]:
     streams = []
     for split in ("train", "heldout"):
         conversations = read_conversations(DataConfig(tuple(map(str, answers))), split)
-        rendered = [examine(tokenizer, conversation)[0] for conversation in conversations]
+        rendered = [examine(tokenizer, conversation)[0][:2] for conversation in conversations]
         tokens, mask = (
             np.concatenate([np.array(part, np.int32) for part in parts]) for parts in zip(*rendered, strict=True)
         )

@@ -108,6 +108,6 @@ def test_what_a_template_takes_is_rendered(
     model = load_target(target, chat_template=template, chat_template_args={"short": True})
     assert model.tokenizer is not None
     rendered = render(model.tokenizer, parse_row(ROWS[0], "x"))
-    learned = [token for token, learn in zip(*rendered, strict=True) if learn]
+    learned = [token for token, learn in zip(rendered.tokens, rendered.loss_mask, strict=True) if learn]
     assert "it is 0" in model.tokenizer.decode(learned)
     assert "say" not in model.tokenizer.decode(learned)
