@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_mlx.errors import DataError
+
 HELDOUT_ONE_IN = 25
 """One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
 SMALL = 100
@@ -42,6 +44,14 @@ class Conversation:
     def turns(self) -> int:
         """The number of user messages; 0 for plain text."""
         return sum(m.role == "user" for m in self.messages)
+
+    def check_text(self) -> None:
+        """Raise DataError if there are images, which are only captured."""
+        if self.images:
+            raise DataError(
+                f"{self.origin}: conversations with images can only be inspected or captured, for a target that sees; "
+                "keep their hidden states with `eagle-data collect`, and train from them with --shards"
+            )
 
     def as_row(self) -> dict[str, Any]:
         """Return a row for a jsonl file. `parse_row` turns it back into this conversation, if it has no images."""

@@ -13,7 +13,7 @@ from eagle_mlx.errors import DataError, PromptError
 from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
 from eagle_mlx.vision.limits import ImageLimits
-from eagle_mlx.vision.spans import ImagePrompt, ImageSpan, ImageTokens, filled, placed
+from eagle_mlx.vision.spans import ImageSpan, ImageTokens, filled, placed
 
 from .conversation import Conversation
 from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
@@ -116,7 +116,7 @@ def render_all(
         try:
             check_answer(conversation)
             whole, lost = examine(tokenizer, conversation, vision)
-        except DataError:
+        except (DataError, PromptError):
             if not skip_bad:
                 raise
             report.unusable += 1
@@ -145,15 +145,6 @@ def check_answer(conversation: Conversation) -> None:
         )
 
 
-def check_text(conversation: Conversation) -> None:
-    """Raise DataError if a conversation has images, which only capturing reads."""
-    if conversation.images:
-        raise DataError(
-            f"{conversation.origin}: conversations with images can only be inspected or captured, for a target that "
-            "sees; keep their hidden states with `eagle-data collect`, and train from them with --shards"
-        )
-
-
 def examine(
     tokenizer: TokenizerWrapper, conversation: Conversation, vision: Vision | None = None
 ) -> tuple[Rendered, Unrendered]:
@@ -162,7 +153,7 @@ def examine(
     Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
     generation %}` tags, or found by rendering the conversation up to each answer. `vision`: the target's, which reads
     the images; their tokens are not learned. Raises DataError with the conversation's origin if an answer cannot be
-    found, if the template refuses the conversation, or if an image cannot be read.
+    found, if the template refuses the conversation, or if an image cannot be read, PromptError if it drops an image.
     """
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
@@ -178,21 +169,19 @@ def examine(
         spans = _found_spans(chat, turns - silent)
     else:
         lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
-    prompt, mask = _filled(conversation, places.tokens, images), _loss_mask(chat, spans, places)
-    for span in prompt.images:
-        mask[span.start : span.start + 1] = [0] * len(span.image.tokens)
-    learned = {token for token, learn in zip(prompt.tokens, mask, strict=True) if learn}
+    rendered = Rendered(places.tokens, _loss_mask(chat, spans, places))
+    if images:
+        rendered = _filled(rendered, "".join(message.content for message in conversation.messages), images)
+    learned = {token for token, learn in zip(rendered.tokens, rendered.loss_mask, strict=True) if learn}
     if learned and learned.isdisjoint(tokenizer.eos_token_ids):
         lost.add("end answers with an end token")
-    rendered = Rendered(prompt.tokens, mask, prompt.images)
     return rendered, Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
 
 
 def _with_images(conversation: Conversation, vision: Vision | None) -> tuple[Conversation, list[ImageTokens]]:
-    """Return a conversation with its images' own texts, each with one placeholder, in place of marks, and the images.
-    Raises DataError if an image cannot be read."""
+    """Return a conversation with its images' texts (`spans.expanded`), and the images. Raises DataError."""
     if vision is None or not conversation.images:
-        check_text(conversation)
+        conversation.check_text()
         return conversation, []
     try:
         images = vision.read_all(conversation.images, ImageLimits())
@@ -202,15 +191,12 @@ def _with_images(conversation: Conversation, vision: Vision | None) -> tuple[Con
     return replace(conversation, messages=tuple(messages)), images
 
 
-def _filled(conversation: Conversation, tokens: list[int], images: Sequence[ImageTokens]) -> ImagePrompt:
-    """Return a conversation's tokens with all of its images'. Raises DataError if they are not all there."""
-    if not images:
-        return ImagePrompt(tokens, ())
-    marks = "".join(message.content for message in conversation.messages)
-    try:
-        return ImagePrompt(whole := filled(marks, tokens, images), placed(marks, whole, images))
-    except PromptError as e:
-        raise DataError(f"{conversation.origin}: {e}") from e
+def _filled(rendered: Rendered, marks: str, images: Sequence[ImageTokens]) -> Rendered:
+    """Return a conversation with all tokens of its images. Raises PromptError if they are not all there."""
+    tokens, mask = filled(marks, rendered.tokens, images), list(rendered.loss_mask)
+    for span in (spans := placed(marks, tokens, images)):
+        mask[span.start : span.start + 1] = [0] * len(span.image.tokens)
+    return Rendered(tokens, mask, spans)
 
 
 def _left_out(chat: RenderedChat) -> set[str]:
@@ -242,14 +228,14 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
     """Return the tokens of a conversation, with or without an answer. Raises like `examine`."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
-    check_text(conversation)
+    conversation.check_text()
     chat = RenderedChat.of(tokenizer, conversation)
     return chat.template.encode(chat.text)
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
     """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `examine`."""
-    check_text(conversation)
+    conversation.check_text()
     messages = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()

@@ -18,7 +18,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.setting import Group, setting
 
 from ..conversation import Conversation, held_out_prompts
-from ..rendering import all_tokens, check_answer, check_text
+from ..rendering import all_tokens, check_answer
 from . import Source, parse
 from .rows import choose, parse_row, place_of
 from .stdlib import library_conversations
@@ -154,7 +154,7 @@ def check_conversations(
             if answers and not config.skip_bad:
                 check_answer(conversation)
             if not with_images:
-                check_text(conversation)
+                conversation.check_text()
 
 
 @dataclass

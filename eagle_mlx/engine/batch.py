@@ -91,11 +91,6 @@ class Batch:
         own = self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
         return own if self.collector is None else self.collector.layers_with(own)
 
-    @property
-    def head_reads_images(self) -> bool:
-        head = self.proposer.head if self.proposer is not None else None
-        return self.has_images and head is not None and head.reads_images
-
     def observe(
         self,
         tokens: Sequence[Sequence[int]],
@@ -105,8 +100,7 @@ class Batch:
         in_prompts: bool = False,
         embeddings: mx.array | None = None,
     ) -> None:
-        """Let collector and proposer observe `aux_layers` at `counts` positions from `starts`, and the next tokens.
-        `embeddings`: see `Observation`."""
+        """Let collector and proposer observe `aux_layers` at `counts` positions from `starts`, and the next tokens."""
         if self.collector is not None:
             self.collector.see(self.requests, starts, counts, self.aux_layers, aux)
         if self.state is not None and self.proposer is not None:
@@ -350,8 +344,7 @@ class Round:
 
     batch: Batch
     plan: Plan
-    cancel: Callable[[], None]
-    """Undoes the round. It must be the newest of its batch."""
+    cancel: Callable[[], None]  # undoes the round, which must be the newest of its batch
     draft: Draft
     answer: list[mx.array]
     """On the device, all int32: [B] a `NaN`; [B] accepted drafts; [B] draft tokens of a chain or levels of a tree;

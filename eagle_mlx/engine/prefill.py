@@ -90,7 +90,9 @@ class Prefill:
         images = ImageInput.of(embed, tokens, start, spans)
         aux = batch.target.forward(tokens, batch.cache, batch.aux_layers, images=images).aux
         following = [text[start + 1 : start + 1 + count] for text, count in reads]
-        shown = ImageInput.of(embed, mx.array(following), start + 1, spans) if batch.head_reads_images else None
+        head = batch.proposer.head if batch.proposer is not None and spans else None
+        reads_images = head is not None and head.reads_images
+        shown = ImageInput.of(embed, mx.array(following), start + 1, spans) if reads_images else None
         embeddings = shown.embeddings if shown is not None else None
         batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True, embeddings=embeddings)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)

@@ -113,7 +113,7 @@ def test_conversations_with_images_are_refused_by_name_where_only_text_is_read(
     chat = conversation(picture(1))
     assert target.tokenizer is not None
     for read in (examine, all_tokens, prompt_tokens):
-        with pytest.raises(DataError, match=r"chats.jsonl:7: conversations with images.*eagle-data collect"):
+        with pytest.raises(DataError, match=r"^chats.jsonl:7: conversations with images.*eagle-data collect"):
             read(target.tokenizer, chat)  # type: ignore[operator]
     with pytest.raises(DataError, match=r"chats.jsonl:7: the image no.png cannot be read"):
         examine(target.tokenizer, conversation("no.png"), target.vision)
