@@ -8,6 +8,7 @@ report = run(TrainConfig.of(target="checkpoints/target", output="out/head", max_
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,13 +29,7 @@ from eagle_mlx.target import Target, fingerprint
 
 from .adaptation import Adaptation, prepare, settled
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
-from .data import (
-    TrainData,
-    check_data,
-    heldout_prompts,
-    make_data,
-    training_data,
-)
+from .data import TrainData, check_data, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
 from .kinds import KINDS, check_supported, parameters_of
@@ -123,7 +118,7 @@ def run(
         raise ConfigError("no target: name the model with --target")
     if config.data.cache_dir:
         check_writable(Path(config.data.cache_dir))
-    limit = 3600 * (config.optimization.hours or 0.0) if config.head.adapt else 0.0
+    hours = config.optimization.hours if config.head.adapt else None
     config = settled(config)
     check_supported(config)
     if config.optimization.hours and world.size > 1:
@@ -133,7 +128,7 @@ def run(
     check_incomplete(resume)
     claimed = claim(config.run.output, config.run.overwrite, resume) if world.is_rank_zero else nullcontext()
     with claimed as folder:
-        done = _run(config, stop or Stop(), resume, world, folder, limit)
+        done = _run(config, stop or Stop(), resume, world, folder, math.inf if hours is None else 3600 * hours)
     if done is None:
         return None
     _say(config, resume, *done)
@@ -145,7 +140,7 @@ def _run(
 ) -> tuple[Target, Mapping[str, Any]] | None:
     """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks.
 
-    limit: seconds, 0 for none, in which a run that adapts a head makes its data, learns and is judged.
+    limit: seconds in which a run that adapts a head makes its data, learns and is judged.
     """
     begun = time.monotonic()
     check_data(given)
@@ -166,12 +161,12 @@ def _run(
         config = _chosen(batches_for(config, given, config.data.self_tokens, speed=measured), world)
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
             return target, train_for_hours(setup, measured.learned, measured.captured)
-    _prepare(target, config, world, lambda share: bool(limit) and time.monotonic() - begun > share * limit)
+    _prepare(target, config, world, lambda share: time.monotonic() - begun > share * limit)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
     config, left = _chosen(plan, world), _LEARNING * limit - (time.monotonic() - begun)
-    if limit and plan.seen / measured.learned > left:
+    if plan.seen / measured.learned > left:
         config = config.changed(minutes=max(left, 1.0) / 60)
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
@@ -181,8 +176,7 @@ def _run(
     adaptation = Adaptation.of(config, target, prompts, data.samples.keys) if config.head.adapt else None
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
     identity = data_fingerprint(data)
-    more: dict[str, Any] = {"claimed": folder, "adaptation": adaptation}
-    with set_up(target, config, identity, head, resume, stop, world, **more) as setup:
+    with set_up(target, config, identity, head, resume, stop, world, claimed=folder, adaptation=adaptation) as setup:
         return target, train(setup, data, prompts, plan.seen / measured.learned)
 
 

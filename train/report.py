@@ -34,7 +34,7 @@ Row = dict[str, Any]  # a line of metrics: its `kind` (train or eval), the `step
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Plot a run as PNG files in `folder`: all PICTURES for which the rows have data; none without matplotlib."""
+    """Plot a run as PNG files in `folder`: all PICTURES for which there are rows; none without matplotlib."""
     try:
         require("plotting", "plots")
     except ConfigError as e:
@@ -43,9 +43,8 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     written = []
-    for name, (kind, key, draw) in _PLOTS.items():
-        data = [row for row in rows if row["kind"] == kind and key in row]
-        if data:
+    for name, (kind, draw) in _PLOTS.items():
+        if data := [row for row in rows if row["kind"] == kind]:
             figure = Figure(figsize=(7.2, 4.4), layout="constrained")
             draw(_styled(figure.add_subplot()), data)
             figure.savefig(folder / name, dpi=140)
@@ -60,8 +59,7 @@ def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     length, loss = map(_styled, figure.subplots(1, 2))
     for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
-        evals = [row for row in rows if row["kind"] == "eval" and {"tokens", "acceptance_length"} <= row.keys()]
-        train = [row for row in rows if row["kind"] == "train" and {"tokens", "loss"} <= row.keys()]
+        train, evals = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
         _taus(length, evals, color=color, label=name)
         loss.plot([row["tokens"] for row in train], smooth([row["loss"] for row in train]), color=color, label=name)
     length.set(title="Acceptance length, with 95 % intervals", xlabel="tokens", ylabel="tokens per target forward")
@@ -80,32 +78,35 @@ def _styled(axes: Axes) -> Axes:
 
 
 def _taus(axes: Axes, rows: Sequence[Row], **style: Any) -> None:
-    """Plot τ against tokens, with its 95 % intervals; a run of an earlier version has none."""
-    taus, errors = ([row.get(key, 0.0) for row in rows] for key in ("acceptance_length", "interval"))
-    axes.errorbar([row["tokens"] for row in rows], taus, errors, marker="o", capsize=3, **style)
+    """Plot τ against tokens, with its 95 % intervals."""
+    tokens, taus, errors = ([row[key] for row in rows] for key in ("tokens", "acceptance_length", "interval"))
+    axes.errorbar(tokens, taus, errors, marker="o", capsize=3, **style)
 
 
-def _curves(axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False) -> None:
+def _curves(
+    axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False, **looks: Any
+) -> None:
     """Plot curves against tokens, with a legend if there are several. Noisy ones are gray, with their average."""
     tokens = [row["tokens"] for row in rows]
     for (name, values), color in zip(curves.items(), _colors(len(curves)), strict=True):
         if noisy:
             axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
         axes.plot(tokens, smooth(values) if noisy else values, color=color, label=name)
-    axes.set(xlabel="tokens")
+    axes.set(xlabel="tokens", **looks)
     if len(curves) > 1:
         _legend(axes, len(curves))
 
 
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:
-    _curves(axes, rows, {"loss": [row["loss"] for row in rows]}, noisy=True)
-    axes.set(title="Training loss", ylabel="weighted mean over the draft steps")
+    looks = {"title": "Training loss", "ylabel": "weighted mean over the draft steps"}
+    _curves(axes, rows, {"loss": [row["loss"] for row in rows]}, noisy=True, **looks)
 
 
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
     steps = zip(*(row["accuracy_by_step"] for row in rows), strict=True)
-    _curves(axes, rows, {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)})
-    axes.set(title="Accuracy by draft step", ylabel="head's best token is the target's", ylim=(0, 1))
+    curves = {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)}
+    looks = {"title": "Accuracy by draft step", "ylabel": "head's best token is the target's"}
+    _curves(axes, rows, curves, ylim=(0, 1), **looks)
 
 
 def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
@@ -129,27 +130,24 @@ def _legend(axes: Axes, curves: int) -> None:
 def _length(axes: Axes, rows: Sequence[Row]) -> None:
     _taus(axes, rows, color=_colors(1)[0])
     title = f"Acceptance length and 95 % interval, greedy, depth {len(rows[0]['acceptance_by_position'])}"
-    axes.set(title=title, xlabel="tokens", ylabel="tokens per target forward")
-    axes.set_ylim(bottom=0.9)
+    axes.set(title=title, xlabel="tokens", ylabel="tokens per target forward", ylim=(0.9, None))
 
 
 def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
     keys = {"AdamW": "learning_rate", "Muon": "muon_learning_rate"}
-    _curves(axes, rows, {name: [row[key] or math.nan for row in rows] for name, key in keys.items() if key in rows[0]})
-    axes.set(title="Learning rate", yscale="log")
+    curves = {name: [row[key] or math.nan for row in rows] for name, key in keys.items() if key in rows[0]}
+    _curves(axes, rows, curves, title="Learning rate", yscale="log")
 
 
 def _speed(axes: Axes, rows: Sequence[Row]) -> None:
-    _curves(axes, rows, {"speed": interval_speeds(rows)}, noisy=True)
-    axes.set(title="Training speed, without evaluations", ylabel="tokens/s")
-    axes.set_ylim(bottom=0)
+    looks = {"title": "Training speed, without evaluations", "ylabel": "tokens/s"}
+    _curves(axes, rows, {"speed": interval_speeds(rows)}, noisy=True, ylim=(0, None), **looks)
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     keys = {"process, peak": "process_peak", "MLX, peak": "peak", "MLX, between steps": "active"}
-    _curves(axes, rows, {name: [row["memory_gb"][key] for row in rows] for name, key in keys.items()})
-    axes.set(title="Memory", ylabel="GB")
-    axes.set_ylim(bottom=0)
+    curves = {name: [row["memory_gb"][key] for row in rows] for name, key in keys.items()}
+    _curves(axes, rows, curves, title="Memory", ylabel="GB", ylim=(0, None))
 
 
 def interval_speeds(rows: Sequence[Row]) -> list[float]:
@@ -176,15 +174,15 @@ def _colors(count: int) -> list[Any]:
     return [scale(0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
-_PLOTS: dict[str, tuple[str, str, Callable[[Axes, Sequence[Row]], None]]] = {
-    "loss.png": ("train", "loss", _loss),
-    "accuracy.png": ("train", "accuracy_by_step", _accuracy),
-    "acceptance_by_position.png": ("eval", "acceptance_by_position", _by_position),
-    "acceptance_length.png": ("eval", "acceptance_length", _length),
-    "learning_rate.png": ("train", "learning_rate", _learning_rate),
-    "speed.png": ("train", "train_seconds", _speed),
-    "memory.png": ("train", "memory_gb", _memory),
-}  # for each plot: the kind of rows, the required value, and the function that draws it
+_PLOTS: dict[str, tuple[str, Callable[[Axes, Sequence[Row]], None]]] = {
+    "loss.png": ("train", _loss),
+    "accuracy.png": ("train", _accuracy),
+    "acceptance_by_position.png": ("eval", _by_position),
+    "acceptance_length.png": ("eval", _length),
+    "learning_rate.png": ("train", _learning_rate),
+    "speed.png": ("train", _speed),
+    "memory.png": ("train", _memory),
+}  # for each plot: the kind of rows, and the function that draws it
 PICTURES = tuple(_PLOTS)
 OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
 """Plots about the head, not the machine."""
@@ -199,8 +197,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     rows = read_rows(folder / METRICS)
     about = read_object(folder / _ABOUT, f"move it away to see the values in {METRICS}") or {}
     settings = about.get("config") or {}
-    losses = [row.get("loss") for row in rows if row["kind"] == "train"]
-    evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    evals = [row for row in rows if row["kind"] == "eval"]
     best = max(evals, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
     state = "unfinished" if now else "unfinished, nothing measured"
@@ -228,9 +226,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         "best_step": best.get("step"),
         "last": last.get("acceptance_length"),
         "by_position": list(best.get("acceptance_by_position") or []),
-        "memory_gb": max((row["memory_gb"]["process_peak"] for row in rows if "memory_gb" in row), default=None),
+        "memory_gb": max((row["memory_gb"]["process_peak"] for row in rows), default=None),
         "settings": settings,
-        "evaluations": [{key: row[key] for key in _IN_EVALUATIONS if key in row} for row in evals],
+        "evaluations": [{key: row[key] for key in _IN_EVALUATIONS} for row in evals],
     }
 
 

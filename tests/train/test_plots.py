@@ -21,7 +21,10 @@ def a_run(muon: bool = False) -> list[dict[str, Any]]:
             }
         )
         rows.append(
-            {"kind": "eval", "tokens": 100 * i, "acceptance_length": 1 + i, "acceptance_by_position": [0.2, 0.1]}
+            {
+                **{"kind": "eval", "tokens": 100 * i, "acceptance_length": 1 + i},
+                **{"acceptance_by_position": [0.2, 0.1], "interval": 0.2},
+            }
         )
     return rows
 
@@ -40,7 +43,10 @@ def test_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.Mon
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
     rows = [
-        {"kind": "eval", "tokens": 100 * i, "acceptance_length": 1.5, "acceptance_by_position": [0.2, 0.1]}
+        {
+            **{"kind": "eval", "tokens": 100 * i, "acceptance_length": 1.5},
+            **{"acceptance_by_position": [0.2, 0.1], "interval": 0.2},
+        }
         for i in range(count)
     ]
     write_plots(rows, tmp_path)
@@ -57,27 +63,26 @@ def test_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert count == 3 or box.x0 >= axes.get_window_extent().x1
 
 
-@pytest.mark.parametrize("rows", [a_run(), [{**row, "interval": 0.2} for row in a_run()]], ids=["older", "measured"])
 def test_the_plot_of_tau_has_intervals_and_counts_tokens_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: dict[str, Figure] = {}
+    rows, drawn = a_run(), dict[str, Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
     write_plots([{**row, "tokens": 50_000 * row["tokens"]} for row in rows], tmp_path)
     write_comparison({"a": rows}, tmp_path / "runs.png")
     for name in ("acceptance_length.png", "runs.png"):
         [bars] = drawn[name].axes[0].containers
         low, high = bars.lines[2][0].get_segments()[0][:, 1]  # type: ignore[attr-defined]
-        assert high - low == pytest.approx(0.4 if "interval" in rows[0] else 0)
+        assert high - low == pytest.approx(0.4)
     drawn["acceptance_length.png"].draw_without_rendering()
     labels = [label.get_text() for label in drawn["acceptance_length.png"].axes[0].get_xticklabels()]
     assert "20 M" in labels
 
 
-def test_missing_values_are_not_plotted(tmp_path: Path) -> None:
+def test_a_run_without_steps_has_only_the_pictures_of_measurements(tmp_path: Path) -> None:
     assert write_plots([], tmp_path) == []
-    older = [{k: row[k] for k in ("kind", "tokens", "loss") if k in row} for row in a_run()]
-    assert [p.name for p in write_plots(older, tmp_path)] == ["loss.png"]
+    evals = [row for row in a_run() if row["kind"] == "eval"]
+    assert {p.name for p in write_plots(evals, tmp_path)} == {"acceptance_by_position.png", "acceptance_length.png"}
 
 
 def test_speed_is_that_of_each_interval() -> None:

@@ -26,19 +26,13 @@ class InMemory:
         self._examples = examples
         self.lengths = [len(example) for example in examples]
         self.has_states = bool(examples) and examples[0].states is not None
+        self.keys = frozenset(example.key for example in examples)
+        """The keys of the conversations' prompts, with 0 if one is unknown, as in the other classes."""
+        self.loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
+        """The number of tokens to learn."""
 
     def __getitem__(self, index: int) -> Example:
         return self._examples[index]
-
-    @property
-    def keys(self) -> frozenset[int]:
-        """The keys of the conversations' prompts, with 0 if one is unknown, as in the other classes."""
-        return frozenset(example.key for example in self._examples)
-
-    @property
-    def loss_tokens(self) -> int:
-        """The number of tokens to learn."""
-        return sum(int(example.loss_mask.sum()) for example in self._examples)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often each token id occurs in the learned tokens, [V]."""
@@ -65,10 +59,9 @@ class OnDisk:
         reader.verify()
         self._reader = reader
         self._layers, self._last_layer = reader.meta.aux_layers if layers is None else tuple(layers), last_layer
-        self.folder = reader.folder
-        self.lengths: list[int] = [
-            length for entry in reader.files for length in self._array(entry.name, "lengths").tolist()
-        ]
+        self.folder, self.loss_tokens = reader.folder, reader.loss_tokens
+        self.lengths: list[int] = self._values("lengths")
+        self.keys: frozenset[int] = frozenset(self._values("keys"))
 
     def __getitem__(self, index: int) -> Example:
         example = self._reader[index]
@@ -85,14 +78,8 @@ class OnDisk:
             counts += np.bincount(learned, minlength=vocab_size)
         return counts
 
-    @property
-    def keys(self) -> frozenset[int]:
-        return frozenset(key for entry in self._reader.files for key in self._array(entry.name, "keys").tolist())
-
-    @property
-    def loss_tokens(self) -> int:
-        """The number of tokens to learn."""
-        return self._reader.loss_tokens
+    def _values(self, name: str) -> list[int]:
+        return [value for entry in self._reader.files for value in self._array(entry.name, name).tolist()]
 
     def _array(self, shard: str, name: str) -> NDArray[Any]:
         with safe_open(str(self.folder / shard), "numpy") as file:
@@ -108,14 +95,11 @@ class Joined:
         self._ends = list(accumulate(len(part.lengths) for part in parts))
         self.lengths: list[int] = [length for part in parts for length in part.lengths]
         self.has_states: bool = all(part.has_states for part in parts)
+        self.keys: frozenset[int] = frozenset().union(*(part.keys for part in parts))
 
     def __getitem__(self, index: int) -> Example:
         part, row = self._place(index)
         return part[row]
-
-    @property
-    def keys(self) -> frozenset[int]:
-        return frozenset().union(*(part.keys for part in self._parts))
 
     def where(self, index: int) -> str:
         part, row = self._place(index)

@@ -35,10 +35,10 @@ def aux_layers_of(target: Target, config: TrainSettings, head: Head | None = Non
 
 def check_supported(config: TrainConfig) -> None:
     """Raise ConfigError if the kind of head does not support a setting."""
-    kind = KINDS[config.head.kind]
-    for name, reason in kind.foreign.items():
+    kind = config.head.kind
+    for name, reason in KIND_SETTINGS[kind].foreign.items():
         if config.value(name) != find(TrainConfig, name).default:
-            raise ConfigError(f"{flag(name)} cannot be used with --head {kind.name}: {reason}; leave {flag(name)} out")
+            raise ConfigError(f"{flag(name)} cannot be used with --head {kind}: {reason}; leave {flag(name)} out")
     if config.head.lora_rank and not config.head.init_from:
         raise ConfigError("--lora-rank adapts an existing head: name it with --adapt")
 
@@ -53,8 +53,7 @@ def resolve(given: TrainConfig, width: int) -> TrainSettings:
     Raises ConfigError as `check_supported` does.
     """
     check_supported(given)
-    kind = KINDS[given.head.kind]
-    usual = {"lr": _RATE * _USUAL_WIDTH / width, **_LARGEST, **kind.defaults}
+    usual = {"lr": _RATE * _USUAL_WIDTH / width, **_LARGEST, **KIND_SETTINGS[given.head.kind].defaults}
     if given.head.adapt:
         usual |= {"lr": _ADAPTING * usual["lr"], "rows": 1}  # there is little data, so steps are small
     own = {name: value for name, value in usual.items() if given.value(name) is None}

@@ -63,18 +63,6 @@ class Kind(ABC, Generic[H]):
         """The value of `--head`."""
         return next(kind.name for kind in KINDS.values() if kind.head_class is self.head_class)
 
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        return KIND_SETTINGS[self.name].defaults
-
-    @property
-    def foreign(self) -> Mapping[str, str]:
-        return KIND_SETTINGS[self.name].foreign
-
-    @property
-    def title(self) -> str:
-        return KINDS[self.name].title
-
     @abstractmethod
     def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
         """Return the config of a new head. Raises ConfigError if the target cannot have such a head."""
@@ -85,7 +73,7 @@ class Kind(ABC, Generic[H]):
         The draft vocabulary of a head to continue from, which is not loaded yet, has the default size. Raises
         ConfigError if the target cannot have such a head.
         """
-        usual = self.defaults.get("draft_vocab", 0) if config.head.init_from else 0
+        usual = KIND_SETTINGS[config.head.kind].defaults.get("draft_vocab") if config.head.init_from else None
         size = min(config.head.draft_vocab or usual or target.vocab_size, target.vocab_size)
         shape = self.head_config(target, config, size, self.aux_layers(target, config))
         return self.made(shape, mx.zeros(size, mx.int32) if size < target.vocab_size else None)
@@ -146,7 +134,7 @@ class Kind(ABC, Generic[H]):
 
     def made(self, config: Any, d2t: mx.array | None) -> H:
         """Return a head with this config and draft vocabulary."""
-        return self.head_class(config) if d2t is None else self.head_class(config, d2t)
+        return _made(self.head_class, config, d2t)
 
     def mismatches(self, head: H, config: TrainSettings) -> Mapping[str, Any]:
         """Return a loaded head's values of the settings that determine a new head's shape."""
@@ -178,6 +166,10 @@ class Kind(ABC, Generic[H]):
             except ConfigError as e:
                 refused.append(e)
         raise refused[0]
+
+
+def _made(head_class: type[H], config: Any, d2t: mx.array | None) -> H:
+    return head_class(config) if d2t is None else head_class(config, d2t)
 
 
 def plain_weights(module: nn.Module) -> dict[str, mx.array]:
@@ -290,8 +282,7 @@ def merged(head: Head) -> Head:
         return head
     weights = {name.replace(".linear.", "."): x for name, x in weights_of(head).items() if ".lora_" not in name}
     weights |= {f"{path}.weight": part.fuse().weight for path, part in adapted.items()}
-    made: Any = type(head)
-    plain: Head = made(head.config) if head.d2t is None else made(head.config, head.d2t)
+    plain: Head = _made(type(head), head.config, head.d2t)
     plain.load_weights(list(weights.items()))
     plain.attach(head.target)
     plain.draft_window = head.draft_window

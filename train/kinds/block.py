@@ -23,6 +23,7 @@ from eagle_mlx.heads.block.layers import BlockAttention, BlockLayer
 from eagle_mlx.target import Target
 
 from ..config import TrainSettings
+from ..kind_settings import KIND_SETTINGS
 from ..unroll import HIDDEN, Inputs, Step, recomputed, take_rows
 from .base import SPREAD, Head, Kind, final_norm, layer_shape, mask_token, projection
 from .eagle3 import attend_to_itself
@@ -192,7 +193,7 @@ class BlockKind(Kind[B]):
             draft_vocab_size=vocab_size,
             own_lm_head=vocab_size < target.vocab_size,
             aux_layers=aux_layers,
-            num_hidden_layers=config.head.layers or self.defaults["layers"],
+            num_hidden_layers=config.head.layers or KIND_SETTINGS[config.head.kind].defaults["layers"],
             block_size=config.optimization.unroll + 1,
             mask_token_id=mask_token(target),
         )

@@ -29,7 +29,7 @@ from eagle_mlx.heads.layers import Attention, PlainLayer
 from eagle_mlx.target import Target
 
 from ..config import TrainSettings
-from ..kind_settings import ANCHOR_SHARE
+from ..kind_settings import ANCHOR_SHARE, KIND_SETTINGS
 from ..unroll import HIDDEN, Inputs, Step, UnrolledCache, recomputed, run_steps, take_rows, unroll_feedback
 from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights
 from .least_squares import Matrix, Moments, Piece, factors
@@ -218,7 +218,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll)
 
     def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
-        layers = config.head.layers or self.defaults["layers"]
+        layers = config.head.layers or KIND_SETTINGS[config.head.kind].defaults["layers"]
         return Eagle3Config(
             **layer_shape(target, config),
             draft_vocab_size=vocab_size,

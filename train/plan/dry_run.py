@@ -15,23 +15,18 @@ from eagle_mlx.catalog.models import described_target
 from eagle_mlx.data_pipelines import read_conversations, shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import free_disk
+from eagle_mlx.heads import KINDS
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted
 from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
 from ..data import choose_states, prompt_config, self_file
-from ..kinds import KINDS
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe
 
-_COUNT, _TOKENS_EACH = (
-    10_000,
-    1000,
-)  # assumed conversations, and tokens of each, if nothing is known about the data
-
-
+_COUNT, _TOKENS_EACH = (10_000, 1000)  # assumed conversations, and tokens of each, if nothing is known about the data
 _ANSWER = 500  # assumed tokens of a prompt with its answer
 Tokens = tuple[int, str]  # the number of tokens of training data, and how it was estimated
 
@@ -88,7 +83,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     config = plan.config
     if plan.tokens != tokens[0]:
         tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
-    kind, step = KINDS[config.head.kind], config.optimization
+    step = config.optimization
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
@@ -97,7 +92,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     rows = {
         "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
         f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
-        "head": f"{kind.title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
+        "head": f"{KINDS[config.head.kind].title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
         **({"adapts": f"{config.head.adapt}, if the judge finds the result better"} if config.head.adapt else {}),
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",

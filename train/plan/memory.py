@@ -26,6 +26,7 @@ from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
 
 from ..config import TrainConfig, TrainSettings, flag
 from ..data import Rows, capture_rows
+from ..kind_settings import KIND_SETTINGS
 from ..kinds import KINDS, Head, choose_trained, resolve, trained_size
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper
@@ -88,7 +89,7 @@ class Bound:
         """Raise ConfigError or OutputError if the disk or `free` bytes, by default the free memory, are too few."""
         free = free_memory() if free is None else free
         if self.memory > MOST * free:
-            foreign = KINDS[self.config.head.kind].foreign
+            foreign = KIND_SETTINGS[self.config.head.kind].foreign
             smaller = [] if self.weights + PROGRAM > MOST * free else ["intermediate_size", "draft_vocab"]
             remedies = [f"a smaller {flag(name)}" for name in smaller if name not in foreign]
             raise ConfigError(
@@ -202,7 +203,7 @@ def check_memory(config: TrainSettings, fixed: int, by_row: int, free: int) -> N
     if not step.grad_checkpoint:
         advice.append("--grad-checkpoint")
     advice += ["a shorter --length", "a smaller --unroll"]
-    if "draft_vocab" not in KINDS[config.head.kind].foreign:
+    if "draft_vocab" not in KIND_SETTINGS[config.head.kind].foreign:
         advice.append("a smaller --draft-vocab")
     raise ConfigError(
         f"a step of this run needs {gb(needed)} in addition to the target, but {gb(free)} are free; use "
