@@ -33,9 +33,6 @@ from eagle_mlx.vision.spans import ImagePrompt, ImageSpan
 
 from .rendering import Sample
 
-TokensAndMask = tuple[Sequence[int], Sequence[int]] | Sample
-"""Tokens and loss mask of one conversation, and the key of its prompt if it is known."""
-
 TOKENS_PER_SHARD = 4096
 WINDOW = 512
 """Number of conversations that are sorted by length at a time."""
@@ -44,7 +41,7 @@ WINDOW = 512
 def capture(
     target: Target,
     aux_layers: Sequence[int],
-    samples: Iterable[TokensAndMask],
+    samples: Iterable[Sample],
     batch_tokens: int = 2048,
     progress: bool = False,
 ) -> Iterator[Example]:
@@ -58,7 +55,7 @@ def capture(
 
 
 def capture_batches(
-    target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]], bar: tqdm[NoReturn]
+    target: Target, aux_layers: Sequence[int], batches: Iterable[list[Sample]], bar: tqdm[NoReturn]
 ) -> Iterator[Example]:
     """Capture batches in order, each independent of the others; `bar` counts tokens. Raises TargetError for NaN."""
     streams = make_streams(default_streams())
@@ -77,12 +74,12 @@ def capture_batches(
             yield replace(Example.of(*sample[:3]), states=HiddenStates.split(aux_layers, states))
 
 
-def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
+def make_batches(samples: Iterable[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
     """Yield batches of similar length. Each has at most `batch_tokens` tokens with padding, or one conversation.
     One with images is alone."""
     remaining = iter(samples)
     while window := sorted(islice(remaining, WINDOW), key=lambda s: len(s[0])):
-        batch: list[TokensAndMask] = []
+        batch: list[Sample] = []
         for sample in window:
             is_full = (len(batch) + 1) * len(sample[0]) > batch_tokens
             if batch and (is_full or _images(sample) or _images(batch[-1])):
@@ -93,7 +90,7 @@ def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterato
 
 
 def _hidden_states(
-    target: Target, aux_layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
+    target: Target, aux_layers: Sequence[int], group: Sequence[list[Sample]], streams: Sequence[mx.Stream]
 ) -> list[Bits]:
     """Return 16-bit hidden states, [B, L, (n + 1) * H], for each batch. Each batch runs on its own stream."""
     states = []
@@ -146,7 +143,7 @@ class ShardCapture:
         self,
         target: Target,
         aux_layers: Sequence[int],
-        samples: Sequence[TokensAndMask],
+        samples: Sequence[Sample],
         bits: int = 16,
         batch_tokens: int = 2048,
         tokens_per_shard: int = TOKENS_PER_SHARD,
@@ -154,7 +151,7 @@ class ShardCapture:
         self.target = target
         self.aux_layers = tuple(aux_layers)
         self.meta = shard_meta(target, aux_layers, bits)
-        self._shards: list[list[list[TokensAndMask]]] = []
+        self._shards: list[list[list[Sample]]] = []
         for batch in make_batches(samples, batch_tokens):
             if not self._shards or self.tokens([len(self) - 1]) >= tokens_per_shard:
                 self._shards.append([])
@@ -196,7 +193,7 @@ class ShardCapture:
 def capture_to_shards(
     target: Target,
     aux_layers: Sequence[int],
-    samples: Sequence[TokensAndMask],
+    samples: Sequence[Sample],
     folder: str | Path,
     progress: bool = False,
     bits: int = 16,
@@ -217,7 +214,7 @@ def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> Sha
     return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
 
 
-def _conversations(samples: Sequence[TokensAndMask]) -> str:
+def _conversations(samples: Sequence[Sample]) -> str:
     digest, count = hashlib.sha256(), 0
     for sample in samples:
         tokens, mask, *key = sample[:3]

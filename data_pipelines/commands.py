@@ -41,7 +41,7 @@ from .options import (
     PresetsOptions,
     RegenerateOptions,
 )
-from .rendering import Rendered, RenderReport, examine, render_all
+from .rendering import RenderReport, Sample, examine, render_all
 from .sources import PRESETS_FILE
 from .sources.reading import ReadReport, check_conversations, read_conversations
 from .synthesis import steerable
@@ -248,7 +248,7 @@ def _inspect_shards(folder: Path) -> None:
     print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is correct")
 
 
-def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:
+def marked(rendered: Sample, decode: Callable[[list[int]], str]) -> str:
     parts, pairs_of = [], list(zip(rendered.tokens, rendered.loss_mask, strict=True))
     for span in reversed(rendered.images):
         del pairs_of[span.start + 1 : span.end]  # shows one placeholder

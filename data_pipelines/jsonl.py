@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +38,6 @@ def as_line(conversation: Conversation, **more: str) -> bytes:
         return json.dumps(row).encode() + b"\n"
 
 
-def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """Write rows, compressed for .gz, all or nothing; return their number. Raises OutputError as `check_new` does."""
-    path, rows = check_new(path, overwrite), list(lines)
-    data = b"".join(rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a timestamp, equal rows give equal bytes.
-        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == GZ else data)
-    except OSError as e:
-        raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
-    return len(rows)
-
-
 class Done(NamedTuple):
     """A row that is already in the partial file."""
 
@@ -71,6 +58,7 @@ class PartialFile:
 
     path: Path
     output: Path
+    overwrite: bool
     done: dict[int, Done]
     _file: BinaryIO
 
@@ -88,17 +76,21 @@ class PartialFile:
         self._file.flush()
         self.done[index] = Done(key, counts, row)
 
-    def finish(self, total: int, overwrite: bool = False) -> int:
+    def finish(self, total: int) -> int:
         """Write the rows in order and return their number. Raises DataError for rows beyond `total`."""
         if (last := max(self.done, default=-1)) >= total:
             raise self._changed(f"{self.path} holds row {last + 1}, but the data now has only {total} conversations")
-        return self.finish_with(sorted(self.done), overwrite)
+        return self.finish_with(sorted(self.done))
 
-    def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
-        """Write only these rows, in this order, as `finish` does."""
-        count = write_lines(self.output, filter(None, (self.done[index].row for index in indexes)), overwrite)
+    def finish_with(self, indexes: Iterable[int]) -> int:
+        """Write only these rows, in this order, as `finish` does: all or nothing, compressed for .gz."""
+        rows = [row for index in indexes if (row := self.done[index].row)]
+        check_new(self.output, self.overwrite)  # another process may have written it
+        # Without a timestamp, equal rows give equal bytes.
+        data = gzip.compress(b"".join(rows), mtime=0) if self.output.suffix == GZ else b"".join(rows)
+        write_whole(self.output, data)
         self.path.unlink()
-        return count
+        return len(rows)
 
     def _changed(self, what: str) -> DataError:
         return DataError(f"{what}: the data has changed; restore it to continue, or delete {self.path} to start over")
@@ -120,13 +112,14 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file, locked(path):
-            yield PartialFile(path, output, _read(file, path, settings), file)
+            yield PartialFile(path, output, overwrite, _read(file, path, settings), file)
     except KeyboardInterrupt as e:
         e.args = (f"finished rows are in {path}, and the same command continues with it",)
         raise
     except OSError as e:
         raise OutputError(
-            f"{path} could not be written: {e.strerror or e}; finished rows are kept, and the same command continues"
+            f"{output} could not be written: {e.strerror or e}; finished rows are kept in {path}, and the same command "
+            "continues"
         ) from e
 
 

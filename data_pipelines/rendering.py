@@ -29,25 +29,22 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _START = Point(0, -1)
 
 
-class Rendered(NamedTuple):
+class Sample(NamedTuple):
+    """A conversation as tokens."""
+
     tokens: list[int]
     loss_mask: list[int]
     """1 on the tokens to learn: the assistant's text and the token that ends its turn."""
+    key: int = 0
+    """Its `prompt_key`; 0 if it is unknown."""
     images: tuple[ImageSpan, ...] = ()
 
-    def cut(self, length: int) -> Rendered:
+    def cut(self, length: int) -> Sample:
         """Return the first `length` tokens, or fewer: they end before an image that is not whole, or is last."""
         length = min(length, len(self.tokens))
         images = tuple(span for span in self.images if span.end < length - 1)
         length = min([length, *(span.start for span in self.images[len(images) :])])
-        return Rendered(self.tokens[:length], self.loss_mask[:length], images)
-
-
-class Sample(NamedTuple):
-    tokens: list[int]
-    loss_mask: list[int]
-    key: int
-    images: tuple[ImageSpan, ...] = ()
+        return Sample(self.tokens[:length], self.loss_mask[:length], self.key, images)
 
 
 class Unrendered(NamedTuple):
@@ -123,8 +120,7 @@ def render_all(
             continue
         if not report.add(lost):
             continue
-        kept_part = whole.cut(max_length)
-        sample = Sample(kept_part.tokens, kept_part.loss_mask, conversation.prompt_key(), kept_part.images)
+        sample = whole.cut(max_length)._replace(key=conversation.prompt_key())
         report.cut += len(whole.tokens) > max_length
         if not any(sample.loss_mask):
             report.dropped += 1
@@ -147,7 +143,7 @@ def check_answer(conversation: Conversation) -> None:
 
 def examine(
     tokenizer: TokenizerWrapper, conversation: Conversation, vision: Vision | None = None
-) -> tuple[Rendered, Unrendered]:
+) -> tuple[Sample, Unrendered]:
     """Return the tokens and the loss mask of a conversation, even without an answer, and what the template drops.
 
     Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
@@ -157,7 +153,7 @@ def examine(
     """
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
-        return Rendered(tokens, [1] * len(tokens)), Unrendered()
+        return Sample(tokens, [1] * len(tokens)), Unrendered()
     shown, images = _with_images(conversation, vision)
     chat = RenderedChat.of(tokenizer, shown)
     places = TokenPlaces.of(chat)
@@ -169,7 +165,7 @@ def examine(
         spans = _found_spans(chat, turns - silent)
     else:
         lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
-    rendered = Rendered(places.tokens, _loss_mask(chat, spans, places))
+    rendered = Sample(places.tokens, _loss_mask(chat, spans, places))
     if images:
         rendered = _filled(rendered, "".join(message.content for message in conversation.messages), images)
     learned = {token for token, learn in zip(rendered.tokens, rendered.loss_mask, strict=True) if learn}
@@ -191,12 +187,12 @@ def _with_images(conversation: Conversation, vision: Vision | None) -> tuple[Con
     return replace(conversation, messages=tuple(messages)), images
 
 
-def _filled(rendered: Rendered, marks: str, images: Sequence[ImageTokens]) -> Rendered:
+def _filled(rendered: Sample, marks: str, images: Sequence[ImageTokens]) -> Sample:
     """Return a conversation with all tokens of its images. Raises PromptError if they are not all there."""
     tokens, mask = filled(marks, rendered.tokens, images), list(rendered.loss_mask)
     for span in (spans := placed(marks, tokens, images)):
         mask[span.start : span.start + 1] = [0] * len(span.image.tokens)
-    return Rendered(tokens, mask, spans)
+    return Sample(tokens, mask, images=spans)
 
 
 def _left_out(chat: RenderedChat) -> set[str]:

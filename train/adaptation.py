@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_mlx import learn_costs
 from eagle_mlx.catalog.head_search import head_folder
-from eagle_mlx.data_pipelines import MakeLimits, read_conversations
+from eagle_mlx.data_pipelines import MakeLimits, Wanted, read_conversations
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import HeadFolder
@@ -33,7 +33,7 @@ from eagle_mlx.target import Target
 
 from .config import EvaluationConfig, TrainConfig, TrainSettings, file_type
 from .convert.conversion import OURS, depth_of, exact_dtype, verifier_of
-from .data import answer_prompts, data_config, heldout_prompts, make_data, of_replay
+from .data import answer_prompts, data_config, heldout_prompts, make_data, of_replay, replay_file
 from .distributed import World
 from .kind_settings import KIND_SETTINGS
 from .kinds import Head
@@ -77,7 +77,7 @@ def prepare(target: Target, config: TrainSettings, world: World, over: Callable[
     if not config.data.replay:
         count = sum(1 for _ in read_conversations(data_config(config), "train", target.tokenizer))
         limits = MakeLimits(over=lambda _: over(_MAKING))
-        make_data(target, config, world, max(_FEWEST_OTHERS, count), limits)
+        make_data(target, config, world, replay_file(config), Wanted(rows=max(_FEWEST_OTHERS, count)), limits)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from eagle_mlx.catalog import is_embedded_target
 from eagle_mlx.catalog.head_search import LEAST, register
 from eagle_mlx.command import Stop, shown
 from eagle_mlx.cpu import tune_process
+from eagle_mlx.data_pipelines import Wanted
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
@@ -29,7 +30,7 @@ from eagle_mlx.target import Target, fingerprint
 
 from .adaptation import Adaptation, prepare, settled
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
-from .data import TrainData, check_data, heldout_prompts, make_data, training_data
+from .data import TrainData, check_data, heldout_prompts, make_data, self_file, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
 from .kinds import KINDS, check_supported, parameters_of
@@ -231,7 +232,7 @@ def _prepare(target: Target, config: TrainSettings, world: World, over: Callable
     if config.data.is_self:
         if not config.prompts_are_heldout and world.is_rank_zero:
             heldout_prompts(target, config, most=1)
-        make_data(target, config, world)
+        make_data(target, config, world, self_file(config), Wanted(tokens=config.data.self_tokens))
     elif config.head.adapt:
         prepare(target, config, world, over)
     if world.is_rank_zero:

@@ -152,7 +152,7 @@ def make_to_file(
                 f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
                 f"{selection.report.failures()}; allow more time"
             )
-        part.finish_with(selection.rows, overwrite)
+        part.finish_with(selection.rows)
     return selection.report
 
 

@@ -165,10 +165,7 @@ class Doubling:
 
 
 def growing_engine(
-    target: Target,
-    head: DraftHead | None = None,
-    most_tokens: int = MOST_TOKENS,
-    rows: int | None = None,
+    target: Target, head: DraftHead | None = None, most_tokens: int = MOST_TOKENS, rows: int | None = None
 ) -> Engine:
     """Return an engine with a batch of `rows`; by default the batch grows while that increases throughput.
 

@@ -109,7 +109,7 @@ def regenerate_to_file(
                 shown.update()
         for done in part.done.values():
             report = report.plus(done.counts)
-        return part.finish(seen, overwrite), report
+        return part.finish(seen), report
 
 
 class Regeneration(Task):

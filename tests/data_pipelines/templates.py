@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.data_pipelines import Conversation
-from eagle_mlx.data_pipelines.rendering import Rendered, check_answer, examine
+from eagle_mlx.data_pipelines.rendering import Sample, check_answer, examine
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from tests.fakes import plain_tokenizer
 
@@ -25,7 +25,7 @@ def template_tokenizer(template: str, ends: Sequence[str] = (), special: Sequenc
     return TokenizerWrapper(inner, eos_token_ids=inner.convert_tokens_to_ids(list(ends)))
 
 
-def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
+def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Sample:
     """Return the tokens and the loss mask of a conversation with an answer."""
     check_answer(conversation)
     return examine(tokenizer, conversation)[0]

@@ -221,7 +221,7 @@ def test_a_full_disk_keeps_what_is_done(
     with monkeypatch.context() as patch:
         stop_after(4, patch, fill)
         try:
-            with pytest.raises(OutputError, match=r"jsonl.partial could not be written: File too large.* same command"):
+            with pytest.raises(OutputError, match=r"jsonl could not be written: File too large.* same command"):
                 regenerate_to_file(Engine(target), asked(), CONFIG, path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

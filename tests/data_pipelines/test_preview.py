@@ -9,12 +9,12 @@ import pytest
 
 from eagle_mlx.data_pipelines import cli
 from eagle_mlx.data_pipelines.commands import escape_control_characters, histogram, marked
-from eagle_mlx.data_pipelines.rendering import Rendered
+from eagle_mlx.data_pipelines.rendering import Sample
 from tests.fakes import tiny_target_folder
 
 
 def test_what_is_learned_is_between_marks() -> None:
-    assert marked(Rendered([1, 2, 3, 4], [0, 1, 1, 0]), lambda tokens: "".join(map(str, tokens))) == "1⟦23⟧4"
+    assert marked(Sample([1, 2, 3, 4], [0, 1, 1, 0]), lambda tokens: "".join(map(str, tokens))) == "1⟦23⟧4"
 
 
 def test_data_cannot_command_the_terminal() -> None:

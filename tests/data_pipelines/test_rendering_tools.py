@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, prompt_tokens, read_conversations, render_all
-from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
+from eagle_mlx.data_pipelines.jsonl import as_line
 from eagle_mlx.data_pipelines.rendering import examine
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import DataError
@@ -91,7 +91,7 @@ def test_they_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     assert arguments == {"city": "Paris", "days": 2}
     path = tmp_path / "x.jsonl"
     other = parse_row({**ROW, "messages": ROW["messages"][:1], "tools": json.dumps(TOOLS)}, "x:2")
-    write_lines(path, map(as_line, [conversation, other]))
+    path.write_bytes(as_line(conversation) + as_line(other))
     assert list(read_conversations(DataConfig((str(path),), seed=None), "all")) == [conversation, other]
     assert other.tools == conversation.tools
 

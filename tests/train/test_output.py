@@ -13,13 +13,13 @@ from eagle_mlx.shards import unfinished_folder
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.run.folder import claim, run_folder
+from eagle_mlx.train.run.folder import claim, explained
 
 
 def fail(
     output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False, heads: Sequence[str] = ()
 ) -> None:
-    with run_folder(output, overwrite) as folder:
+    with claim(output, overwrite) as folder, explained(str(output), folder):
         (folder / "metrics").write_text("")
         for name in heads:
             (folder / name).mkdir()
@@ -65,12 +65,12 @@ def test_an_output_that_exists(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("")
-    with pytest.raises(OutputError, match="exists already"), run_folder(out, False):
+    with pytest.raises(OutputError, match="exists already"), claim(out, False):
         pass
     with pytest.raises(ValueError, match="boom"):
         fail(out, ValueError("boom"), checkpoint=False, overwrite=True)
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "old"]
-    with run_folder(out, True) as folder:
+    with claim(out, True) as folder:
         (folder / "new").write_text("")
         assert (out / "old").exists()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]

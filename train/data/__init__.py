@@ -1,7 +1,7 @@
 """Training data: samples, packed into rows, in prefetched batches."""
 
 from .batches import Batches, Piece, Rows, count_learned
-from .examples import Examples, InMemory, Joined, OnDisk
+from .examples import Examples, InMemory, OnDisk
 from .sources import (
     EvalPrompts,
     TrainData,
@@ -21,6 +21,7 @@ from .storage import (
     of_replay,
     prompt_config,
     public_settings,
+    replay_file,
     self_file,
     sources_of,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -47,7 +47,7 @@ class InMemory:
 
 
 class OnDisk:
-    """The examples of a folder of shards. All shards are verified at once and read when needed.
+    """The examples of folders of shards, one after the other. All are verified at once and read when needed.
 
     The features come from `layers`, which must be in the shards or be the target's `last_layer`; None means all in the
     shards' order. Raises ShardError if a shard is damaged or missing.
@@ -55,62 +55,44 @@ class OnDisk:
 
     has_states = True
 
-    def __init__(self, reader: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1):
-        reader.verify()
-        self._reader = reader
-        self._layers, self._last_layer = reader.meta.aux_layers if layers is None else tuple(layers), last_layer
-        self.folder, self.loss_tokens = reader.folder, reader.loss_tokens
-        self.lengths: list[int] = self._values("lengths")
-        self.keys: frozenset[int] = frozenset(self._values("keys"))
+    def __init__(self, *readers: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1):
+        for reader in readers:
+            reader.verify()
+        self._readers, self._ends = readers, list(accumulate(map(len, readers)))
+        self._layers, self._last_layer = readers[0].meta.aux_layers if layers is None else tuple(layers), last_layer
+        self.about = f"shards {', '.join(reader.folder.name for reader in readers)}"
+        self.loss_tokens = sum(reader.loss_tokens for reader in readers)
+        self.lengths: list[int] = [length for array in self._arrays("lengths") for length in array.tolist()]
+        self.keys: frozenset[int] = frozenset(key for array in self._arrays("keys") for key in array.tolist())
 
     def __getitem__(self, index: int) -> Example:
-        example = self._reader[index]
+        reader, row = self._place(index)
+        example = reader[row]
         assert example.states is not None
         return replace(example, states=example.states.of_layers(self._layers, self._last_layer))
 
     def where(self, index: int) -> str:
-        return self._reader.where(index)
+        reader, row = self._place(index)
+        return reader.where(row)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         counts = np.zeros(vocab_size, np.int64)
-        for entry in self._reader.files:
-            learned = self._array(entry.name, "tokens")[self._array(entry.name, "loss_mask") == 1]
-            counts += np.bincount(learned, minlength=vocab_size)
+        for tokens, mask in zip(self._arrays("tokens"), self._arrays("loss_mask"), strict=True):
+            counts += np.bincount(tokens[mask == 1], minlength=vocab_size)
         return counts
 
-    def _values(self, name: str) -> list[int]:
-        return [value for entry in self._reader.files for value in self._array(entry.name, name).tolist()]
-
-    def _array(self, shard: str, name: str) -> NDArray[Any]:
-        with safe_open(str(self.folder / shard), "numpy") as file:
-            array: NDArray[Any] = file.get_tensor(name)
-        return array
-
-
-class Joined:
-    """The examples of several sources, concatenated. Either all or none have hidden states."""
-
-    def __init__(self, parts: Sequence[Examples]):
-        self._parts = list(parts)
-        self._ends = list(accumulate(len(part.lengths) for part in parts))
-        self.lengths: list[int] = [length for part in parts for length in part.lengths]
-        self.has_states: bool = all(part.has_states for part in parts)
-        self.keys: frozenset[int] = frozenset().union(*(part.keys for part in parts))
-
-    def __getitem__(self, index: int) -> Example:
-        part, row = self._place(index)
-        return part[row]
-
-    def where(self, index: int) -> str:
-        part, row = self._place(index)
-        return part.where(row)
-
-    def _place(self, index: int) -> tuple[Examples, int]:
+    def _place(self, index: int) -> tuple[ShardReader, int]:
         number = bisect_right(self._ends, index)
-        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+        return self._readers[number], index - (self._ends[number - 1] if number else 0)
+
+    def _arrays(self, name: str) -> Iterator[NDArray[Any]]:
+        for reader in self._readers:
+            for entry in reader.files:
+                with safe_open(str(reader.folder / entry.name), "numpy") as file:
+                    yield file.get_tensor(name)
 
 
-Examples = InMemory | OnDisk | Joined  # examples by index. In one source, either all or none have hidden states
+Examples = InMemory | OnDisk  # examples by index. Either all or none have hidden states
 
 
 def choose_draft_vocab(

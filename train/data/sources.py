@@ -34,7 +34,7 @@ from eagle_mlx.target import Target
 from ..config import MOST_PROMPTS, TrainSettings
 from ..kinds import aux_layers_of
 from .batches import Rows
-from .examples import Examples, InMemory, Joined, OnDisk, draft_vocabulary
+from .examples import Examples, InMemory, OnDisk, draft_vocabulary
 from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, no_prompts, of_replay, sources_of
 
 
@@ -73,23 +73,23 @@ def training_data(
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     elif choice.place == "disk":
         folder, bits = cache_folder(config), config.data.cache_bits
-        states = f"shards {folder.name}"
         try:
             capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=bits, resume=True)
         except (ShardError, OutputError) as e:
             raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
-        samples = OnDisk(ShardReader(folder), None if aux_layers else ())
-    counts = texts.count_tokens(target.vocab_size)
-    kept, vocabulary = draft_vocabulary(target, config, counts, head)
-    report = {**amount(texts.lengths, int(counts.sum())), "left_out": left_out, "states": states, **vocabulary}
+        samples = OnDisk(ShardReader(folder))
+        states = samples.about
+    kept, vocabulary = draft_vocabulary(target, config, texts.count_tokens(target.vocab_size), head)
+    report = {**amount(texts), "left_out": left_out, "states": states, **vocabulary}
     if replayed:
         report["replayed_tokens"] = sum(len(sample.tokens) for sample in replayed)
     return TrainData(samples, aux_layers, kept, report, choice.place)
 
 
-def amount(lengths: Sequence[int], loss_tokens: int) -> dict[str, int]:
-    """Return the report's facts about conversations of these lengths."""
-    return {"conversations": len(lengths), "tokens": sum(lengths), "loss_tokens": loss_tokens}
+def amount(samples: Examples) -> dict[str, int]:
+    """Return the report's facts about the number of conversations and tokens."""
+    lengths = samples.lengths
+    return {"conversations": len(lengths), "tokens": sum(lengths), "loss_tokens": samples.loss_tokens}
 
 
 @dataclass(frozen=True)
@@ -202,19 +202,16 @@ def _from_shards(target: Target, config: TrainSettings, head: DraftHead | None) 
                 f"{reader.folder} has the layers {', '.join(map(str, held))}, but the head reads {read}; choose others "
                 f"with --aux-layers, or capture again with --aux-layers {read.replace(' ', '')}"
             )
-    parts = [OnDisk(reader, aux_layers, target.num_layers - 1) for reader in readers]
-    return data_on_disk(target, config, parts, aux_layers, head)
+    samples = OnDisk(*readers, layers=aux_layers, last_layer=target.num_layers - 1)
+    return data_on_disk(target, config, samples, aux_layers, head)
 
 
 def data_on_disk(
-    target: Target, config: TrainSettings, parts: Sequence[OnDisk], aux_layers: tuple[int, ...], head: DraftHead | None
+    target: Target, config: TrainSettings, samples: OnDisk, aux_layers: tuple[int, ...], head: DraftHead | None
 ) -> TrainData:
     """Return samples on disk, with the draft vocabulary of `head`, or of a new head."""
-    counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
-    samples = parts[0] if len(parts) == 1 else Joined(parts)
-    kept, vocabulary = draft_vocabulary(target, config, counts, head)
-    states = f"shards {', '.join(part.folder.name for part in parts)}"
-    report = {**amount(samples.lengths, int(counts.sum())), "states": states, **vocabulary}
+    kept, vocabulary = draft_vocabulary(target, config, samples.count_tokens(target.vocab_size), head)
+    report = {**amount(samples), "states": samples.about, **vocabulary}
     return TrainData(samples, aux_layers, kept, report, "disk")
 
 

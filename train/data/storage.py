@@ -40,7 +40,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.text import LEAST_DISTINCT
 
 from ..config import TrainConfig
-from ..distributed import SINGLE_PROCESS, World
+from ..distributed import World
 
 Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
@@ -65,7 +65,7 @@ def self_file(config: TrainConfig) -> Path:
     return Path(f"{config.run.output.rstrip('/')}.self.jsonl")
 
 
-def _replay_file(config: TrainConfig) -> Path:
+def replay_file(config: TrainConfig) -> Path:
     return Path(f"{config.run.output.rstrip('/')}.replay.jsonl")
 
 
@@ -123,22 +123,15 @@ def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheC
 
 
 def make_data(
-    target: Target,
-    config: TrainConfig,
-    world: World = SINGLE_PROCESS,
-    replayed: int = 0,
-    limits: MakeLimits | None = None,
+    target: Target, config: TrainConfig, world: World, file: Path, wanted: Wanted, limits: MakeLimits | None = None
 ) -> None:
-    """Create the file of conversations on every machine; rank 0 makes it unless it exists.
+    """Create a file of conversations on every machine; rank 0 makes it unless it exists.
 
-    `replayed`: conversations to be learned again, which have a file of their own; 0 for the data. Raises OutputError if
-    other data is in the way, DataError if the target writes nothing usable, TargetError if it cannot write user turns,
-    ConfigError if the settings could not read the file.
+    Raises OutputError if other data is in the way, DataError if the target writes nothing usable, TargetError if it
+    cannot write user turns, ConfigError if the settings could not read the file.
     """
     data_config(config)  # report invalid settings now, not hours later
-    making, file, wanted = MakeConfig(seed=config.run.seed), _replay_file(config), Wanted(rows=replayed or 1)
-    if not replayed:
-        file, wanted = self_file(config), Wanted(tokens=config.data.self_tokens)
+    making = MakeConfig(seed=config.run.seed)
 
     def make() -> str:
         return make_to_file(growing_engine(target), making, wanted, file, progress=True, limits=limits).summary()
@@ -147,11 +140,7 @@ def make_data(
 
 
 def answer_prompts(
-    target: Target,
-    config: TrainConfig,
-    head: DraftHead,
-    world: World = SINGLE_PROCESS,
-    over: Callable[[], bool] = lambda: False,
+    target: Target, config: TrainConfig, head: DraftHead, world: World, over: Callable[[], bool]
 ) -> None:
     """Have the target answer `config.data.prompts`, greedily as the judge does, with drafts of `head`.
 
@@ -269,5 +258,5 @@ def prompt_config(config: TrainConfig) -> DataConfig:
 
 def of_replay(config: C) -> C:
     """Return the settings with the older conversations as the only data."""
-    sources = config.data.replay or (str(_replay_file(config)),)
+    sources = config.data.replay or (str(replay_file(config)),)
     return config.changed(data=sources, prompts=(), map=(), eval_data="", limit=0)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
+from pydantic import TypeAdapter
 
 from eagle_mlx.data_pipelines import (
     DataConfig,
@@ -39,7 +40,17 @@ from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, amount, data_on_disk, heldout_prompts, questions_of
+from ..data import (
+    EvalPrompts,
+    Examples,
+    InMemory,
+    OnDisk,
+    TrainData,
+    amount,
+    data_on_disk,
+    heldout_prompts,
+    questions_of,
+)
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay
@@ -80,16 +91,12 @@ class Journal:
 
     def write(self, folder: Path, elapsed: float) -> None:
         """Write the journal into a run's folder after this many seconds. Raises OSError."""
-        from pydantic import TypeAdapter  # not at the top, so that `eagle-train --help` works without it
-
         self.elapsed = elapsed
         write_whole(folder / FILE, TypeAdapter(Journal).dump_json(self, indent=1) + b"\n")
 
     @staticmethod
     def read(folder: Path) -> Journal:
         """Return the journal in a run's folder, or an empty one. Raises CheckpointError if it is damaged."""
-        from pydantic import TypeAdapter
-
         file = folder / FILE
         if not file.exists():
             return Journal()
@@ -112,7 +119,8 @@ class Portions:
         self._target, self._config = target, config
         self._head, self._folder = head, run / MADE
         self._aux_layers = aux_layers_of(target, config, head)
-        self._read: dict[int, OnDisk | InMemory] = {}
+        self._texts: dict[int, list[Example]] = {}  # conversations of complete portions, without hidden states
+        self._readers: dict[int, ShardReader] = {}  # of complete portions with hidden states
         self._first: TrainData | None = None
 
     def make_prompts(self, enough: Enough) -> None:
@@ -148,7 +156,7 @@ class Portions:
             making = self._making(number, self._own(held_out=False, without=earlier))
             make_to_file(growing_engine(self._target, drafts), making, tokens, self._file(number), limits=limits)
             mx.clear_cache()  # free the KV caches before training
-        samples = self._texts(number)
+        samples = self._rendered(number)
         made = sum(len(sample.tokens) for sample in samples)
         if not made:
             name = self._target.name
@@ -160,36 +168,42 @@ class Portions:
 
     def conversations(self, count: int) -> int:
         """Return the number of samples in the first `count` portions."""
-        return sum(len(self._samples(number).lengths) for number in range(count))
+        return sum(len(self._reader(number) or self._examples(number)) for number in range(count))
 
     def data(self, count: int) -> TrainData:
         """Return the training data of the first `count` portions. The first portion sets the draft vocabulary."""
-        parts = [self._samples(number) for number in range(count)]
-        if self._first is None:
-            assert isinstance(parts[0], OnDisk), "the first portion always has hidden states"
-            self._first = data_on_disk(self._target, self._config, [parts[0]], self._aux_layers, self._head)
-        kept = all(part.has_states for part in parts)
-        samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
-        states = f"shards of {counted(count, 'portion')}, captured once"
-        states = states if kept else "captured for each batch, since those of all portions do not fit"
-        about = amount(samples.lengths, sum(part.loss_tokens for part in parts))
-        return replace(self._first, samples=samples, report={**self._first.report, **about, "states": states})
+        readers = [reader for number in range(count) if (reader := self._reader(number)) is not None]
+        if self._first is None:  # the first portion always has hidden states
+            first = OnDisk(readers[0])
+            self._first = data_on_disk(self._target, self._config, first, self._aux_layers, self._head)
+        samples: Examples
+        if len(readers) == count:
+            samples, states = OnDisk(*readers), f"shards of {counted(count, 'portion')}, captured once"
+        else:
+            samples = InMemory([example for number in range(count) for example in self._examples(number)])
+            states = "captured for each batch, since those of all portions do not fit"
+        report = {**self._first.report, **amount(samples), "states": states}
+        return replace(self._first, samples=samples, report=report)
 
     def remove_states(self, count: int) -> None:
         """Delete the hidden states of the first `count` portions, but not the conversations."""
         for number in range(count):
             shutil.rmtree(self._shards(number), ignore_errors=True)
 
-    def _samples(self, number: int) -> OnDisk | InMemory:
-        """Return a complete portion, with hidden states if they were saved."""
-        if number not in self._read:
-            if self._has_states(number):
-                self._read[number] = OnDisk(ShardReader(self._shards(number)))
-            else:
-                self._read[number] = InMemory([Example.of(*sample[:3]) for sample in self._texts(number)])
-        return self._read[number]
+    def _reader(self, number: int) -> ShardReader | None:
+        """Return the hidden states of a complete portion, if they were saved."""
+        if number not in self._readers and (self._shards(number) / MANIFEST).exists():
+            self._readers[number] = ShardReader(self._shards(number))
+        return self._readers.get(number)
 
-    def _texts(self, number: int) -> list[Sample]:
+    def _examples(self, number: int) -> list[Example]:
+        """Return the conversations of a complete portion without hidden states, in the order of its shards, if any."""
+        if number not in self._texts:
+            examples = self._reader(number) or (Example.of(*sample[:3]) for sample in self._rendered(number))
+            self._texts[number] = [replace(example, states=None) for example in examples]
+        return self._texts[number]
+
+    def _rendered(self, number: int) -> list[Sample]:
         """Return the conversations of a portion to learn from, which are not held out."""
         tokenizer = self._target.tokenizer
         assert tokenizer is not None, "a target without a tokenizer makes no data"
@@ -197,24 +211,14 @@ class Portions:
         most = min(self._config.data.max_length, self._target.context_length)
         return render_all(tokenizer, (row for row in rows if not row.is_held_out), most)[0]
 
-    def _without_states(self, number: int) -> InMemory:
-        part = self._samples(number)
-        if isinstance(part, OnDisk):
-            samples = (part[index] for index in range(len(part.lengths)))
-            part = self._read[number] = InMemory([replace(sample, states=None) for sample in samples])
-        return part
-
-    def _has_states(self, number: int) -> bool:
-        return (self._shards(number) / MANIFEST).exists()
-
     def _fits(self, number: int, tokens: int) -> bool:
         """Return whether a portion's states fit --cache-gb and the disk, and those of all earlier ones are saved."""
-        if not all(map(self._has_states, range(number))):
-            return False
-        held = sum(ShardReader(self._shards(earlier)).tokens for earlier in range(number))
+        readers = [self._reader(earlier) for earlier in range(number)]
+        held = sum(reader.tokens for reader in readers if reader is not None)
         room = 0.9 * free_disk(self._folder)  # so that a long run does not fill the disk
         size = bytes_per_token(shard_meta(self._target, self._aux_layers, self._config.data.cache_bits))
-        return size * (held + tokens) <= self._config.data.cache_gb * 1e9 and size * tokens <= room
+        fits = size * (held + tokens) <= self._config.data.cache_gb * 1e9 and size * tokens <= room
+        return fits and None not in readers
 
     def _making(self, number: int, questions: tuple[tuple[str, str], ...]) -> MakeConfig:
         return MakeConfig(seed=self._config.run.seed * _SEEDS + number, questions=questions)

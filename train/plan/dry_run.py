@@ -83,7 +83,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     config = plan.config
     if plan.tokens != tokens[0]:
         tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
-    step = config.optimization
+    title, step = KINDS[config.head.kind].title, config.optimization
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
@@ -92,7 +92,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     rows = {
         "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
         f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
-        "head": f"{KINDS[config.head.kind].title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
+        "head": f"{title}, {_count(get_total_parameters(head))} parameters{adds}; {step.unroll} draft steps",
         **({"adapts": f"{config.head.adapt}, if the judge finds the result better"} if config.head.adapt else {}),
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",

@@ -208,11 +208,7 @@ def training_data(source: HeadFiles) -> str:
 
 
 def make_card(
-    source: HeadFiles,
-    repo: str,
-    base: str,
-    license: tuple[str, str | None, str | None],
-    figures: Sequence[Figures],
+    source: HeadFiles, repo: str, base: str, license: tuple[str, str | None, str | None], figures: Sequence[Figures]
 ) -> ModelCard:
     """Return the card of a head published as `repo` for the model `base`.
 

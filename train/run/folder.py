@@ -103,19 +103,15 @@ def check_same(folder: Path, now: Identity) -> None:
 
 
 @contextlib.contextmanager
-def run_folder(
-    output: str | Path, overwrite: bool, resume: Path | None = None, claimed: Path | None = None
-) -> Iterator[Path]:
-    """Yield `claimed` or the result of `claim`. An OutputError from within tells what is kept, and how to resume."""
-    folder = claimed
+def explained(output: str, folder: Path) -> Iterator[None]:
+    """Let an OutputError from within tell what is kept in the run's folder, and how to resume."""
     try:
-        with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, resume) as folder:
-            yield folder
+        yield
     except (OSError, OutputError) as e:
         text = f"{output} could not be written: {e.strerror or e}" if isinstance(e, OSError) else str(e)
-        if folder is not None and _can_resume(folder):
+        if _can_resume(folder):
             text += f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
-        elif folder is not None and worth_keeping(folder):
+        elif worth_keeping(folder):
             text += (
                 f"; the results so far are kept in {folder}, but no state to resume from: free some space, then train "
                 f"further with --init-from {folder / LAST}"

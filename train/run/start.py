@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx.command import Stop, Stopped
+from eagle_mlx.command import Stop, Stopped, shown
 from eagle_mlx.errors import ConfigError, DataError, EagleError, HeadError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as head_kind
@@ -31,7 +31,7 @@ from ..kinds.base import Kept, projection
 from ..kinds.least_squares import Piece, best_map
 from ..step import Stepper
 from . import state
-from .folder import Identity, check_incomplete, check_same, run_folder, write_identity
+from .folder import Identity, check_incomplete, check_same, claim, explained, write_identity
 from .state import RunCheckpoint, Stopwatch
 from .tracker import Tracker
 
@@ -64,7 +64,7 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
         wanted = config.value(name)
         if wanted not in (find(TrainConfig, name).default, has):
             raise ConfigError(
-                f"{flag(name)} is {_text(wanted)}, but {config.head.init_from} has {_text(has)}; "
+                f"{flag(name)} is {shown(wanted)}, but {config.head.init_from} has {shown(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
     if (config.head.window or loaded.draft_window) and any(getattr(loaded.config, "windows", ())):
@@ -124,10 +124,6 @@ def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool
             kind_of(head).begin_as(head, *fit)
             mx.eval(head.parameters())
     return head
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[Piece]:
@@ -199,12 +195,7 @@ class Workers:
 
 
 def run_worker(
-    target: Target,
-    data: TrainData,
-    config: TrainSettings,
-    head: Head | None,
-    world: World,
-    stop: Stop,
+    target: Target, data: TrainData, config: TrainSettings, head: Head | None, world: World, stop: Stop
 ) -> None:
     """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
     if head is None:
@@ -280,8 +271,8 @@ def set_up(
     """
     stop = stop or Stop()
     check_incomplete(resume)
-    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
-    with stop.listening(), place as folder:
+    place = contextlib.nullcontext(claimed) if claimed else claim(config.run.output, config.run.overwrite, resume)
+    with stop.listening(), place as folder, explained(config.run.output, folder):
         adapted = digest_of(head) if head is not None and (config.head.lora_rank or adaptation) else ""
         identity = Identity(config, fingerprint(target), data, world.size, adapted)
         if resume:
