@@ -36,7 +36,6 @@ from .options import (
     CollectOptions,
     DraftingOptions,
     InspectOptions,
-    MakeConfig,
     MakeOptions,
     PresetsOptions,
     RegenerateOptions,
@@ -66,17 +65,12 @@ def make(options: MakeOptions) -> None:
     config = options.writing.config(options.seed)
     tune_process()
     target = options.loading.load(options.target)
-    _tell_unsteered(target, config)
-    engine = engine_of(options.drafting, options.loading, target)
-    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, limits=limits)
-    print(f"{options.output}: {report.summary()}")
-
-
-def _tell_unsteered(target: Target, config: MakeConfig) -> None:
-    """Tell what the target cannot be steered to. Raises TargetError if it cannot make up conversations."""
     usable = {domain.name for domain in steerable(tokenizer_of(target), config.domains, target.name)}
     if left := ", ".join(domain.name for domain in config.domains if domain.name not in usable):
         print(f"the chat template accepts no system prompt, so these domains are left out: {left}", file=sys.stderr)
+    engine = engine_of(options.drafting, options.loading, target)
+    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, limits=limits)
+    print(f"{options.output}: {report.summary()}")
 
 
 def regenerate(options: RegenerateOptions) -> None:

@@ -16,7 +16,6 @@ HELDOUT_ONE_IN = 25
 SMALL = 100
 """Sources with fewer prompts hold out one in ten, and larger ones as many as one of this size: one in 25 of 50 prompts
 would leave one or two to measure."""
-_SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Conversation:
 
     def prompt_key(self) -> int:
         """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's."""
-        return self._key([m for m in self.messages if m.role not in ("assistant", *_SYSTEM)])
+        return self._key([m for m in self.messages if m.role not in ("assistant", "system", "developer")])
 
     @property
     def is_held_out(self) -> bool:

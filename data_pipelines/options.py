@@ -28,7 +28,6 @@ _SPLIT = (
     "part to read; heldout is one conversation in 25 (in small files one in 10), chosen by a hash of its prompt (for "
     "builtin:, of its file); train is the rest"
 )
-_BITS = "bits per value in the shards"
 _SYSTEM = "system prompt that replaces a conversation's own, '' for none; if repeated, the seed chooses for each row"
 _BATCH = f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})"
 _MAP = "field names (role=from,content=value or prompt=question,completion=answer); repeatable, one for each SPEC"
@@ -44,7 +43,7 @@ class ChoiceOptions(Group):
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
         """Return what to read from these sources. Raises ConfigError or DataError if a setting or source is invalid."""
-        return DataConfig(sources=tuple(sources), limit=limit or 0, **self.flat())
+        return DataConfig(sources=tuple(sources), limit=limit, **self.flat())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class CollectOptions(ReadOptions):
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
-    bits: Literal[16, 8] = setting(16, _BITS)
+    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
     resume: bool = setting(False, "capture the damaged shards of a complete DIR again")
 
 

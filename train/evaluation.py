@@ -134,9 +134,8 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
     )
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     by_prompt = [Decoded(len(output.tokens), output.rounds) for output in outputs]
-    interval = tau_interval(by_prompt) or 0.0
-    figures = (tau(by_prompt), by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
-    return Acceptance(*figures, by_length(outputs), by_prompt)
+    figures = (tau(by_prompt), by_position, depth, len(outputs), left_out, tokens, rounds, seconds)
+    return Acceptance(*figures, tau_interval(by_prompt) or 0.0, by_length(outputs), by_prompt)
 
 
 def by_length(outputs: Sequence[Output]) -> dict[str, float]:
@@ -151,9 +150,9 @@ def by_length(outputs: Sequence[Output]) -> dict[str, float]:
 
 def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:
     """Return the first few prompts with their texts; none if the target has no tokenizer."""
-    generations: list[Generation] = []
     if target.tokenizer is None:
-        return generations
+        return []
+    generations: list[Generation] = []
     for prompt, output in zip(prompts[:COUNT], outputs[:COUNT], strict=True):
         ids = not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
         shown = str(target.tokenizer.decode(list(prompt)) if ids else prompt)[-600:]

@@ -72,8 +72,8 @@ class DataConfig(FilterOptions):
     """As in `SPECS`. Either all or none have weights."""
     map: tuple[str, ...] = ()
     """Field names: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
-    limit: int = 0
-    """Maximum number of conversations from all sources together; 0 for no limit."""
+    limit: int | None = None
+    """Maximum number of conversations from all sources together."""
     seed: int | None = 0
     """Seed of the order; None keeps the sources' own order."""
 
@@ -81,8 +81,6 @@ class DataConfig(FilterOptions):
         super()._check()
         if not self.sources:
             raise ConfigError("--data is empty; give at least one source of conversations")
-        if self.limit < 0:
-            raise ConfigError(f"--limit {self.limit}: it must be 0 or more")
         _ = self.parsed  # report errors at once
 
     @cached_property
@@ -103,7 +101,7 @@ class DataConfig(FilterOptions):
         """Return the configuration for reading all of this one source, with its own maps."""
         spec = parse(source).spec
         maps = tuple(text for text in self.map if place_of(text) in ("", spec))
-        return replace(self, sources=(spec,), map=maps, limit=0)
+        return replace(self, sources=(spec,), map=maps, limit=None)
 
 
 def read_conversations(
@@ -132,7 +130,7 @@ def read_conversations(
         conversations = mix(streams, [source.weight or 0.0 for source in sources])
     else:
         conversations = chain.from_iterable(streams)
-    for conversation in islice(conversations, config.limit or None):
+    for conversation in islice(conversations, config.limit):
         report.kept += 1
         yield conversation
 

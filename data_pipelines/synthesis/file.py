@@ -72,8 +72,8 @@ class Selection:
     rows: list[int] = field(default_factory=list)
     report: MakeReport = field(default_factory=MakeReport)
     settled: int = 0
-    _ended: dict[int, tuple[int, MakeReport, bool]] = field(default_factory=dict)
-    """Ended but unsettled tries: hash of the beginning, counts, and whether there is a conversation."""
+    _ended: dict[int, Done] = field(default_factory=dict)
+    """Ended but unsettled tries."""
     seen: set[int] = field(default_factory=set)
 
     @property
@@ -83,14 +83,14 @@ class Selection:
     @property
     def ended(self) -> tuple[int, int]:
         """Number of conversations and tokens so far, including unsettled tries."""
-        coming = [report.tokens for _, report, kept in self._ended.values() if kept]
+        coming = [done.counts["tokens"] for done in self._ended.values() if done.row]
         return len(self.rows) + len(coming), self.report.tokens + sum(coming)
 
     def add(self, number: int, done: Done) -> None:
         """Add a try that has ended. Raises DataError if too many tries have failed."""
-        self._ended[number] = done.key, MakeReport(**done.counts), bool(done.row)
+        self._ended[number] = done
         while not self.full and self.settled in self._ended:
-            self._settle(*self._ended.pop(self.settled))
+            self._settle(self._ended.pop(self.settled))
 
     def promising(self, running: int) -> bool:
         """Return whether the ended and `running` tries will probably be enough."""
@@ -106,13 +106,14 @@ class Selection:
     def _usable(self) -> float:
         return (1 + self.ended[0]) / (1 + self.settled + len(self._ended))
 
-    def _settle(self, key: int, report: MakeReport, kept: bool) -> None:
-        if kept and key in self.seen:
-            report, kept = MakeReport(tries=1, duplicates=1), False
-        if kept:
-            self.seen.add(key)
+    def _settle(self, done: Done) -> None:
+        counts = done.counts
+        if done.row and done.key in self.seen:
+            counts = {"tries": 1, "duplicates": 1}
+        elif done.row:
+            self.seen.add(done.key)
             self.rows.append(self.settled)
-        self.report = self.report.plus(report.counts())
+        self.report = self.report.plus(counts)
         self.settled += 1
         if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
             raise DataError(

@@ -191,9 +191,9 @@ def check_data(config: TrainConfig) -> None:
     in_files = is_read and not config.optimization.hours and all(source.kind == "file" for source in learned.parsed)
     if is_read:
         check_conversations(learned, "train", answers=not (config.optimization.hours or data.prompts))
-    measured = replace(learned, keep_tokens="")
+    measured = replace(learned, keep_tokens="")  # tokens are counted once the target is loaded
     if not config.prompts_are_heldout:
-        measured = learned.alone(config.evaluation.data)
+        measured = measured.alone(config.evaluation.data)
         check_conversations(measured, "all")
     if in_files or (config.head.adapt and not config.prompts_are_heldout):
         held_out = read_conversations(measured, "heldout" if config.prompts_are_heldout else "all")
@@ -253,10 +253,10 @@ def prompt_config(config: TrainConfig) -> DataConfig:
     """Return what a run reads: the prompts, as they are before the target answers them, or the data."""
     data = config.data
     sources = data.prompts or sources_of(config)
-    return DataConfig(sources, data.map, data.limit or 0, config.run.seed, **data.filters.flat())
+    return DataConfig(sources, data.map, data.limit, config.run.seed, **data.filters.flat())
 
 
 def of_replay(config: C) -> C:
     """Return the settings with the older conversations as the only data."""
     sources = config.data.replay or (str(replay_file(config)),)
-    return config.changed(data=sources, prompts=(), map=(), eval_data="", limit=0)
+    return config.changed(data=sources, prompts=(), map=(), eval_data="", limit=None)

@@ -106,7 +106,7 @@ class Hours:
         self._evaluation = EVALUATION * self._total  # seconds of the last measurement; before the first, its limit
         self._write()
         begun = self._watch.elapsed
-        self._portions.make_prompts(lambda *_: self._beat() >= begun + self._total / 100)
+        self._portions.make_prompts(lambda tokens, _: self._beat(0, tokens) >= begun + self._total / 100)
         if not journal.portions:
             journal.portions.append(Portion(self._watch.elapsed))
             self._write()
@@ -140,14 +140,9 @@ class Hours:
         return report
 
     @property
-    def _end(self) -> float:
-        """Second of the run at which the last measurement must begin; 1/500 is for writing report and plots."""
-        return self._total * (1 - 1 / 500) - self._evaluation
-
-    @property
     def _left(self) -> float:
-        """Seconds until `_end`."""
-        return self._end - self._watch.elapsed
+        """Seconds until the last measurement must begin; 1/500 of the time is for writing report and plots."""
+        return self._total * (1 - 1 / 500) - self._evaluation - self._watch.elapsed
 
     def _data(self) -> TrainData:
         return self._portions.data(sum(1 for portion in self._journal.portions if portion.tokens))
@@ -207,15 +202,16 @@ class Hours:
         cooldown = max(COOLDOWN * self.run.progress.train_seconds, EVALUATION * self._total)
         fresh = self._journal.tokens(self._fresh(number), number)
 
-        def left(tokens: int) -> float:
+        def left(tokens: int, coming: int = 0) -> float:
             """Return the seconds left for making data, if each of the portion's tokens is captured and learned."""
-            repeat = seconds_to_learn(self._journal.made + tokens, learned, self._passes, rates.learned)
-            learning = max(repeat, (fresh + tokens) / rates.learned, cooldown)
-            return self._end - self._beat() - tokens / self._reading - learning
+            self._beat(number, tokens)
+            whole = tokens + coming
+            repeat = seconds_to_learn(self._journal.made + whole, learned, self._passes, rates.learned)
+            learning = max(repeat, (fresh + whole) / rates.learned, cooldown)
+            return self._left - whole / self._reading - learning
 
         def enough(tokens: int, coming: int) -> bool:
-            self._show_making(number, tokens, self._beat())
-            return left(tokens + coming) <= coming / 2 / rates.made  # half of the current conversations is written
+            return left(tokens, coming) <= coming / 2 / rates.made  # half of the current conversations is written
 
         return MakeLimits(enough=enough, over=lambda tokens: left(tokens) <= 0)
 
@@ -224,16 +220,9 @@ class Hours:
         latest = self._watch.elapsed + LONGEST * self._left
 
         def enough(tokens: int, coming: int) -> bool:
-            now = self._beat()
-            self._show_making(0, tokens, now)
-            return now >= portion.begun + FIRST * self._total
+            return self._beat(0, tokens) >= portion.begun + FIRST * self._total
 
-        return MakeLimits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
-
-    def _show_making(self, number: int, tokens: int, now: float) -> None:
-        self._bar.bar.set_description_str(f"phase {number + 1} makes", refresh=False)
-        self._bar.bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-        self._bar.show(now)
+        return MakeLimits(enough=enough, over=lambda tokens: self._beat(0, tokens) >= latest and tokens > 0)
 
     def phase(self, number: int) -> Phase:
         """Return the learning phase after a portion, over all data so far. The journal records it before it begins."""
@@ -244,9 +233,9 @@ class Hours:
             portion.epoch = run.progress.epoch + bool(number)
             portion.fresh, portion.last = self._fresh(number), portion.schedule.last
             self._write()
-        fresh = self._portions.conversations(portion.fresh)
+        batches.put_first(portion.epoch, self._portions.conversations(portion.fresh))
         self._bar.bar.set_description_str(f"phase {number + 1} learns", refresh=False)
-        return Phase(batches, portion.schedule, self._bar, portion.epoch, fresh)
+        return Phase(batches, portion.schedule, self._bar, portion.epoch)
 
     def end_phase(self, number: int, result: Result) -> None:
         """Save the state after a measured phase, and register the best head so far."""
@@ -296,11 +285,14 @@ class Hours:
         seconds = min(rest, LONGEST * left)
         return not self._next_portion(left - seconds - self._evaluation, seconds)[0]
 
-    def _beat(self) -> float:
-        """Return the elapsed seconds, and write them to the journal every `_BEAT` seconds."""
+    def _beat(self, number: int, tokens: int) -> float:
+        """Show how much of a portion is made. Return the elapsed seconds, which are journaled every `_BEAT` seconds."""
         elapsed = self._watch.elapsed
         if elapsed >= self._journal.elapsed + _BEAT:
             self._write()
+        self._bar.bar.set_description_str(f"phase {number + 1} makes", refresh=False)
+        self._bar.bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+        self._bar.show(elapsed)
         return elapsed
 
     def _write(self) -> None:

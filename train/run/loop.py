@@ -45,7 +45,6 @@ class Phase:
     schedule: Schedule
     bar: Bar
     epoch: int = 0  # the first epoch, unless the run is already in a later one
-    fresh: int = 0  # in that epoch, samples from this index on come first
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,6 @@ class Run:
     def learn(self, phase: Phase) -> Result:
         """Take steps until the phase's schedule is over, and measure the head. A signal saves the state."""
         with self._interruptible():
-            if phase.fresh:
-                phase.batches.put_first(phase.epoch, phase.fresh)
             if self.progress.epoch < phase.epoch:
                 self.progress.epoch, self.progress.batch = phase.epoch, 0
             if self._next_eval is None:
