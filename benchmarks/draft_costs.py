@@ -30,6 +30,7 @@ from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import HeadPiece, Observation
 from eagle_mlx.serve.doctor.measure import Step, take_turns
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.kind_settings import KIND_SETTINGS
 from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
 
 BASE = "eagle3:1"
@@ -41,7 +42,7 @@ def new_head(target: em.Target, named: str, draft_vocab: int, most: int) -> em.H
     layers, window = [*map(int, numbers), 1][0], int(numbers[1]) if len(numbers) > 1 else None
     config = resolve(TrainConfig().changed(head=kind, layers=layers, unroll=most), target.hidden_size)
     size = min(draft_vocab, target.vocab_size)
-    kept = None if size == target.vocab_size or "draft_vocab" in KINDS[kind].foreign else np.arange(size)
+    kept = None if size == target.vocab_size or "draft_vocab" in KIND_SETTINGS[kind].foreign else np.arange(size)
     proposer = em.HeadProposer(KINDS[kind].new(target, config, kept, aux_layers_of(target, config)), window)
     proposer.bind(target)
     return proposer

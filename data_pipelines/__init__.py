@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from eagle_mlx.late import late_names
 
 if TYPE_CHECKING:
-    from .capturing import capture, capture_to_shards, shard_meta
+    from .capturing import ShardCapture, capture, shard_meta
     from .conversation import Conversation, Message, held_out_prompts
     from .options import FIRST_ROWS, MakeConfig
     from .rendering import Sample, prompt_tokens, render_all

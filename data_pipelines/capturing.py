@@ -178,6 +178,11 @@ class ShardCapture:
     def tokens(self, shards: Collection[int]) -> int:
         return sum(len(sample[0]) for index in shards for batch in self._shards[index] for sample in batch)
 
+    def write(self, folder: str | Path, progress: bool = False, resume: bool = False) -> None:
+        """Capture into a folder. Raises OutputError if it exists or cannot be written."""
+        with self.open(folder, resume=resume) as shards:
+            self.run(shards, progress)
+
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), self.tokens(range(len(self)))
@@ -188,21 +193,6 @@ class ShardCapture:
             captured = capture_batches(self.target, self.aux_layers, batches, bar)
             for index in missing:
                 shards.write(index, list(islice(captured, sum(map(len, self._shards[index])))))
-
-
-def capture_to_shards(
-    target: Target,
-    aux_layers: Sequence[int],
-    samples: Sequence[Sample],
-    folder: str | Path,
-    progress: bool = False,
-    bits: int = 16,
-    resume: bool = False,
-) -> None:
-    """Capture into a folder of shards, as ShardCapture does. Raises OutputError if it exists or cannot be written."""
-    plan = ShardCapture(target, aux_layers, samples, bits)
-    with plan.open(folder, resume=resume) as shards:
-        plan.run(shards, progress)
 
 
 def _bar(total: int | None, progress: bool, done: int = 0) -> tqdm[NoReturn]:

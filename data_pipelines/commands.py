@@ -77,13 +77,8 @@ def regenerate(options: RegenerateOptions) -> None:
     """Read the conversations first, so that bad data is reported at once, then answer them."""
     check_new(options.output, options.overwrite)
     check_idle(partial_path(options.output))
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.choice.seed,
-        max_tokens=options.max_tokens,
-    )
+    sampling = {name: options.value(name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
+    params = SamplingParams(seed=options.choice.seed, **sampling)
     config = RegenerateConfig(params, options.system, options.least_distinct)
     data, stream = options.data_config(), options.choice.filters.stream
     settings = {**asdict(data), "split": options.split}

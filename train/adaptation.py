@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ from .kind_settings import KIND_SETTINGS
 from .kinds import Head
 
 Prompts = Sequence[Sequence[int]]
-_ANSWERING, _MAKING = 1 / 3, 1 / 2
-"""Shares of a run's time by which the target has answered the prompts, and has made up other conversations."""
+_ANSWERING, _MAKING, LEARNING = 1 / 3, 1 / 2, 0.85
+"""Shares of a run's time by which the target has answered the prompts and has made up other conversations, and by which
+the head has learned. The rest is for the judge."""
 _FEWEST_OTHERS = 10 * FEWEST
 """Conversations that the target makes up. One in ten is held out, so that the judge has enough of them."""
 
@@ -65,6 +67,15 @@ def settled(given: TrainConfig) -> TrainConfig:
     return given.changed(**changes)
 
 
+def division(seconds: float) -> str:
+    """Describe how the time of a run is divided."""
+    total, *ends = (timedelta(seconds=round(share * seconds)) for share in (1, _ANSWERING, _MAKING, LEARNING))
+    return (
+        f"{total} at most: the target answers prompts until {ends[0]} and writes other conversations until {ends[1]}, "
+        f"the head learns until {ends[2]}, and then the judge decides"
+    )
+
+
 def prepare(target: Target, config: TrainSettings, world: World, over: Callable[[float], bool]) -> None:
     """Have the target answer the prompts, and make up conversations on other subjects, unless the user gives them.
 
@@ -76,7 +87,7 @@ def prepare(target: Target, config: TrainSettings, world: World, over: Callable[
         answer_prompts(target, config, head, world, lambda: over(_ANSWERING))
     if not config.data.replay:
         count = sum(1 for _ in read_conversations(data_config(config), "train", target.tokenizer))
-        limits = MakeLimits(over=lambda _: over(_MAKING))
+        limits = MakeLimits(over=lambda made: made > 0 and over(_MAKING))
         make_data(target, config, world, replay_file(config), Wanted(rows=max(_FEWEST_OTHERS, count)), limits)
 
 

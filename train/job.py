@@ -28,7 +28,7 @@ from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from .adaptation import Adaptation, prepare, settled
+from .adaptation import LEARNING, Adaptation, division, prepare, settled
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
 from .data import TrainData, check_data, heldout_prompts, make_data, self_file, training_data
 from .distributed import SINGLE_PROCESS, World
@@ -50,9 +50,6 @@ from .run import (
     train,
 )
 
-_LEARNING = 0.85
-"""Share of the time of a run that adapts a head by which it must have learned. The rest is for the judge."""
-
 
 def run_command(
     resume: Path | None, name: str | None, dry_run: bool, file: Path | None, flags: Mapping[str, Any]
@@ -64,6 +61,8 @@ def run_command(
     if dry_run:
         config, recipe = new_run(name, file, flags)
         print(plan_of(settled(config), recipe))
+        if (limit := _limit(config)) < math.inf:
+            print(f"limit       {division(limit)}")
         return
     tune_process()
     stop, world = Stop(), World.init()
@@ -119,7 +118,7 @@ def run(
         raise ConfigError("no target: name the model with --target")
     if config.data.cache_dir:
         check_writable(Path(config.data.cache_dir))
-    hours = config.optimization.hours if config.head.adapt else None
+    limit = _limit(config)
     config = settled(config)
     check_supported(config)
     if config.optimization.hours and world.size > 1:
@@ -129,11 +128,17 @@ def run(
     check_incomplete(resume)
     claimed = claim(config.run.output, config.run.overwrite, resume) if world.is_rank_zero else nullcontext()
     with claimed as folder:
-        done = _run(config, stop or Stop(), resume, world, folder, math.inf if hours is None else 3600 * hours)
+        done = _run(config, stop or Stop(), resume, world, folder, limit)
     if done is None:
         return None
     _say(config, resume, *done)
     return done[1]
+
+
+def _limit(config: TrainConfig) -> float:
+    """Return the seconds in which a run that adapts a head makes its data, learns and is judged."""
+    hours = config.optimization.hours if config.head.adapt else None
+    return math.inf if hours is None else 3600 * hours
 
 
 def _run(
@@ -154,7 +159,11 @@ def _run(
     if head is None:
         KINDS[config.head.kind].check(target, config)
     elif world.is_rank_zero:
-        print(f"head: {config.head.init_from}, {parameters_of(head)}", file=sys.stderr)
+        step = config.optimization
+        learns = f"learning rate {step.lr:.2g}, loss {step.loss}"
+        print(f"head: {config.head.init_from}, {parameters_of(head)}; {learns}", file=sys.stderr)
+        if limit < math.inf:
+            print(f"time: {division(limit)}", file=sys.stderr)
     measured = probe(target, config, head)
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
@@ -166,7 +175,7 @@ def _run(
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
-    config, left = _chosen(plan, world), _LEARNING * limit - (time.monotonic() - begun)
+    config, left = _chosen(plan, world), LEARNING * limit - (time.monotonic() - begun)
     if plan.seen / measured.learned > left:
         config = config.changed(minutes=max(left, 1.0) / 60)
     if not world.is_rank_zero:
@@ -191,24 +200,26 @@ def _chosen(plan: BatchSizePlan, world: World) -> TrainSettings:
 def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:
     """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
     folder, adapted = resume if resume and resume.exists() else Path(config.run.output), report["adapted"]
-    before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
-    print(
-        f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
-        f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
-        f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
-    )
-    if adapted is None and not report["better_than_start"]:
-        print("no later head was better than the start, so the start is the best head", file=sys.stderr)
-    elif adapted is None and (gain := report["gain_over_start"]) is not None and gain["verdict"] != "better":
-        print(f"{gain['conversations']} prompts do not tell the head apart from the start; give more", file=sys.stderr)
-    if adapted is None or adapted["taken"]:
-        _register(config, folder / BEST, target, report)
+    learned = f"after {report['tokens']:,} tokens in {report['train_seconds']:.0f} s"
     if adapted is not None:
         name, kept = config.head.adapt, f"it is in {folder / BEST}"
         if not adapted["taken"]:
             kept = f"{folder / BEST} is {name} as it was, and {folder / LAST} the adapted one"
         link = "from" if adapted["verdict"] == "not told apart" else "than"
-        print(f"the adapted head is {adapted['verdict']} {link} {name}: {adapted['summary']}; {kept}")
+        print(f"{learned}, the adapted head is {adapted['verdict']} {link} {name}: {adapted['summary']}; {kept}")
+        if adapted["taken"]:
+            _register(config, folder / BEST, target, report)
+        return
+    before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
+    print(
+        f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
+        f"{report['untrained_acceptance_length']:.2f}, {learned}; the head is in {folder}/{BEST}"
+    )
+    if not report["better_than_start"]:
+        print("no later head was better than the start, so the start is the best head", file=sys.stderr)
+    elif (gain := report["gain_over_start"]) is not None and gain["verdict"] != "better":
+        print(f"{gain['conversations']} prompts do not tell the head apart from the start; give more", file=sys.stderr)
+    _register(config, folder / BEST, target, report)
 
 
 def _register(config: TrainConfig, best: Path, target: Target, report: Mapping[str, Any]) -> None:

@@ -105,7 +105,7 @@ def _loss(axes: Axes, rows: Sequence[Row]) -> None:
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
     steps = zip(*(row["accuracy_by_step"] for row in rows), strict=True)
     curves = {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)}
-    looks = {"title": "Accuracy by draft step", "ylabel": "head's best token is the target's"}
+    looks: dict[str, Any] = {"title": "Accuracy by draft step", "ylabel": "head's best token is the target's"}
     _curves(axes, rows, curves, ylim=(0, 1), **looks)
 
 

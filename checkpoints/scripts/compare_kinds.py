@@ -41,6 +41,7 @@ from eagle_mlx.text import is_loop
 from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
+from eagle_mlx.train.kind_settings import KIND_SETTINGS
 from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
 from eagle_mlx.train.run import LAST, data_fingerprint, set_up, train
 
@@ -101,7 +102,7 @@ def data_of(config: TrainSettings, captured: TrainData, target: Target) -> Train
         assert sample.states is not None
         states = sample.states.of_layers(layers, target.num_layers - 1)
         narrow.append(dataclasses.replace(sample, states=states))
-    if "draft_vocab" not in KINDS[config.head.kind].foreign:
+    if "draft_vocab" not in KIND_SETTINGS[config.head.kind].foreign:
         return TrainData(InMemory(narrow), layers, captured.kept, captured.report)
     report = {**captured.report, "draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
     return TrainData(InMemory(narrow), layers, None, report)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import capture, capture_to_shards, capturing
+from eagle_mlx.data_pipelines import ShardCapture, capture, capturing
 from eagle_mlx.errors import OutputError, TargetError
 from eagle_mlx.hidden_states import Example, from_16_bits, widened
 from eagle_mlx.shards import ShardReader
@@ -84,7 +84,7 @@ def test_values_beyond_float16_are_kept() -> None:
 
 def test_shards_hold_what_memory_holds(tmp_path: Path) -> None:
     target = tiny_target()
-    capture_to_shards(target, AUX, conversations(), tmp_path / "s")
+    ShardCapture(target, AUX, conversations()).write(tmp_path / "s")
     reader = ShardReader(tmp_path / "s")
     assert (reader.meta.target, reader.meta.hidden_size, reader.meta.vocab_size) == ("tiny", 32, 128)
     assert reader.meta.aux_layers == AUX
@@ -93,10 +93,10 @@ def test_shards_hold_what_memory_holds(tmp_path: Path) -> None:
         assert (sample.states.features == expected[tokens].states.features).all()
         assert (sample.states.last == expected[tokens].states.last).all()
     with pytest.raises(OutputError, match="exists already"):
-        capture_to_shards(target, AUX, conversations(), tmp_path / "s")
+        ShardCapture(target, AUX, conversations()).write(tmp_path / "s")
 
 
 def test_a_layer_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="layer 9"):
-        capture_to_shards(tiny_target(), (0, 9), conversations(), tmp_path / "s")
+        ShardCapture(tiny_target(), (0, 9), conversations()).write(tmp_path / "s")
     assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import capture, capture_to_shards
-from eagle_mlx.data_pipelines.capturing import ShardCapture
+from eagle_mlx.data_pipelines import ShardCapture, capture
 from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import UNFINISHED, Manifest, ShardReader, ShardWriter, unfinished_folder
@@ -207,12 +206,12 @@ def test_damaged_shards_are_captured_again(tmp_path: Path, whole: dict[str, byte
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_last_layer_alone(tmp_path: Path, bits: int) -> None:
-    capture_to_shards(TARGET, (), conversations(9), tmp_path / "s", bits=bits)
+    ShardCapture(TARGET, (), conversations(9), bits).write(tmp_path / "s")
     assert {(s.states.features.shape[1], s.states.last.shape[1]) for s in ShardReader(tmp_path / "s")} == {(0, 32)}
 
 
 def test_no_conversations_make_no_shards(tmp_path: Path) -> None:
-    capture_to_shards(TARGET, AUX, [], tmp_path / "s", bits=8)
+    ShardCapture(TARGET, AUX, [], 8).write(tmp_path / "s")
     assert len(ShardReader(tmp_path / "s")) == 0
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.catalog.head_search import records
-from eagle_mlx.data_pipelines import Conversation, Message
+from eagle_mlx.data_pipelines import Conversation, MakeConfig, Message
 from eagle_mlx.formats.tensors import HeadFolder
 from eagle_mlx.heads import KINDS, layout_of, load_head
 from eagle_mlx.heads.precision import quantize
@@ -20,6 +20,8 @@ from eagle_mlx.target import load_target
 from eagle_mlx.train.adaptation import Adaptation
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import EvaluationConfig, TrainConfig
+from eagle_mlx.train.data import answer_prompts
+from eagle_mlx.train.distributed import SINGLE_PROCESS
 from eagle_mlx.train.kinds import KINDS as TRAINED
 from eagle_mlx.train.publish.bundle import read_source
 from eagle_mlx.train.publish.card import make_card
@@ -128,7 +130,7 @@ def test_a_better_head_is_taken(target: Path, data: Path, tmp_path: Path, capsys
     assert own["conversations"] + own["left_out"] == 10
     assert own["acceptance_lengths"] == pytest.approx([1.0, report["acceptance_length"]], abs=0.1)
     assert adapted["others"]["conversations"] > 6
-    assert last.startswith(f"the adapted head is better than {head}: τ 1.0")
+    assert last.partition(" s, ")[2].startswith(f"the adapted head is better than {head}: τ 1.0")
     assert files(out / "best") == files(out / "last")
     assert files(head) == before
     assert [record.head for record in records()] == [str(out / "best")]
@@ -143,7 +145,7 @@ def test_a_head_that_is_not_better_stays(target: Path, data: Path, tmp_path: Pat
     assert adapt(target, head, data, out, *STAYS) == 0
     adapted, last = report_of(out)["adapted"], capsys.readouterr().out.splitlines()[-1]
     assert (adapted["verdict"], adapted["taken"], adapted["own"]["gain"]) == ("not told apart", False, 0.0)
-    assert last.startswith(f"the adapted head is not told apart from {head}: τ 1.")
+    assert last.partition(" s, ")[2].startswith(f"the adapted head is not told apart from {head}: τ 1.")
     assert f"{out}/best is {head} as it was, and {out}/last the adapted one" in last
     assert "would probably have been told" in last or "prompts more would tell a difference of 1.0%" in last
     assert files(out / "best") == files(head)
@@ -211,17 +213,39 @@ def test_the_target_answers_prompts_and_writes_what_must_not_be_forgotten(
     assert "was made with prompts" in capsys.readouterr().err
 
 
-def test_hours_limit_the_whole_run(tmp_path: Path, data: Path, few: Path) -> None:
-    """Without time, the prompts of the first batch are answered, and the run learns for a second."""
-    target, prompts, out = talking_target_folder(tmp_path / "target"), tmp_path / "ask.jsonl", tmp_path / "out"
+@pytest.fixture
+def ask(tmp_path: Path) -> Path:
+    file = tmp_path / "ask.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(300)))
+    return file
+
+
+def test_hours_limit_the_whole_run(tmp_path: Path, ask: Path, few: Path, capsys: Any) -> None:
+    """Without time, the prompts of the first batch are answered, a conversation is made up, and the run learns for a
+    second."""
+    target, out = talking_target_folder(tmp_path / "target"), tmp_path / "out"
     head = written(target, "eagle", tmp_path / "head")
-    prompts.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(300)))
-    line = ["--target", str(target), "--adapt", str(head), "--prompts", str(prompts), "--replay", str(data)]
-    assert main([*line, "--output", str(out), *SIZES, "--hours", "0.0001", "--eval-data", str(few)]) == 0
-    report = report_of(out)
+    line = ["--target", str(target), "--adapt", str(head), "--prompts", str(ask), "--eval-data", str(few)]
+    assert main([*line, "--output", str(out), *SIZES, "--hours", "0.0001"]) == 0
+    report, told = report_of(out), capsys.readouterr().err
     assert len(Path(f"{out}.self.jsonl").read_text().splitlines()) < 100
     assert (report["config"]["minutes"], report["data"]["conversations"] > 0) == (1 / 60, True)
+    assert report["data"]["replayed_tokens"] > 0
     assert report["adapted"]["from"] == "head"
+    assert "time: 0:00:00 at most: the target answers prompts until 0:00:00 and writes other conversations" in told
+    assert re.search(r"are trained; learning rate [\d.]+, loss soft$", told, re.MULTILINE)
+    assert "no time was left for 268 prompts" in told
+
+
+def test_without_time_enough_prompts_are_answered_to_hold_some_out(
+    tmp_path: Path, ask: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(MakeConfig, "max_tokens", 16)
+    folder = talking_target_folder(tmp_path / "target")
+    target, head = load_target(folder), written(folder, "eagle", tmp_path / "head")
+    config = TrainConfig.of(target=str(folder), adapt=str(head), prompts=(str(ask),), output=str(tmp_path / "out"))
+    answer_prompts(target, config, load_head(head, target), SINGLE_PROCESS, lambda: True)
+    assert "no time was left for 180 prompts" in capsys.readouterr().err
 
 
 def test_a_resumed_run_comes_to_the_same_verdict(
@@ -297,3 +321,5 @@ def test_a_dry_run_shows_the_head_and_the_prompts(target: Path, data: Path, tmp_
     assert "head MTP, " in shown
     assert f"adapts {head}, if the judge finds the result better" in shown
     assert "110 prompts with answers of 500, assumed, and as many of older conversations" in shown
+    assert re.search(r"learning rate [\d.]+, loss soft ", shown)
+    assert "limit 2:00:00 at most: the target answers prompts until 0:40:00" in shown

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.catalog.head_search import records, records_for
-from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.data_pipelines import ShardCapture
 from eagle_mlx.data_pipelines.cli import main as collect
 from eagle_mlx.heads import load_head
 from eagle_mlx.target import fingerprint, load_target
@@ -99,7 +99,7 @@ def test_a_time_limit_and_states_captured_for_each_batch(target: Path, chats: Pa
 
 def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     model = load_target(str(target))
-    capture_to_shards(model, (0, 2), [(list(range(20)), [0] * 5 + [1] * 15)] * 6, tmp_path / "shards")
+    ShardCapture(model, (0, 2), [(list(range(20)), [0] * 5 + [1] * 15)] * 6).write(tmp_path / "shards")
     more = ("--shards", str(tmp_path / "shards"), "--max-steps", "2")
     assert run(target, chats, tmp_path / "out", *more) == 0
     assert load_head(tmp_path / "out" / "last", model).config.aux_layers == (0, 2)
@@ -133,7 +133,7 @@ def test_shards_that_do_not_know_their_conversations_give_no_held_out_figure(
     target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     texts = [(list(range(20)), [0] * 5 + [1] * 15)] * 6
-    capture_to_shards(load_target(str(target)), (0, 2), texts, tmp_path / "shards")
+    ShardCapture(load_target(str(target)), (0, 2), texts).write(tmp_path / "shards")
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
     report = trained_on(target, tmp_path / "out", "--shards", f"{tmp_path}/shards", "--eval-data", str(chats))
     assert report["data"]["prompts_held_out"] is False

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.data_pipelines import ShardCapture
 from eagle_mlx.hidden_states import Example, HiddenStates, rounded
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
@@ -70,7 +70,7 @@ def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:
     target = load_target(str(folder))
     rows = [(list(range(i, 20 + i)), [0] * 5 + [1] * 15) for i in range(8)]
     out = tmp_path / "shards"
-    capture_to_shards(target, (0, 2), rows, out)
+    ShardCapture(target, (0, 2), rows).write(out)
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"prompt": f"add {i}", "completion": "x"}) + "\n" for i in range(60)))
     from eagle_mlx.train.data import sources as data

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from eagle_mlx.data_pipelines import capture, capture_to_shards
+from eagle_mlx.data_pipelines import ShardCapture, capture
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
@@ -324,7 +324,7 @@ def test_features_in_training_are_those_of_decoding_for_a_target_with_a_huge_cha
     head.attach(target)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     if on_disk:
-        capture_to_shards(target, head.aux_layers, [(tokens, [1] * 8)], tmp_path / "s")
+        ShardCapture(target, head.aux_layers, [(tokens, [1] * 8)]).write(tmp_path / "s")
     [sample] = ShardReader(tmp_path / "s") if on_disk else capture(target, head.aux_layers, [(tokens, [1] * 8)])
     assert sample.states is not None
     decoded = head.features(target.forward(mx.array([tokens]), aux_layers=head.aux_layers).aux)

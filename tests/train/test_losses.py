@@ -8,7 +8,7 @@ import pytest
 
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.kinds import KINDS
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.kinds.base import projection
 from eagle_mlx.train.step.losses import (
     LOSSES,
@@ -20,20 +20,22 @@ from eagle_mlx.train.step.losses import (
     soft_cross_entropy,
     soft_labels,
     step_loss,
-    step_weights,
 )
-from eagle_mlx.train.step.step import objective_of
+from eagle_mlx.train.step.step import objective_of, weights_of_steps
 from tests.architectures import SCALED, tiny_model
 from tests.eagle_mlx.heads import dflash2, dspark
 from tests.fakes import randomize, tiny_head, tiny_target
 
 
 def test_step_weights_fall_and_sum_to_one() -> None:
-    weights = step_weights(4, 0.5)
-    assert sum(weights) == pytest.approx(1.0)
-    assert [weights[i + 1] / weights[i] for i in range(3)] == pytest.approx([0.5] * 3)
-    assert step_weights(3, 1.0) == pytest.approx([1 / 3] * 3)
-    assert step_weights(3, 0.0) == [1.0, 0.0, 0.0]
+    def weights(**settings: Any) -> list[float]:
+        return [float(weight) for weight in weights_of_steps(resolve(TrainConfig.of(**settings), 32))]
+
+    falling = weights(unroll=4, decay=0.5)
+    assert sum(falling) == pytest.approx(1.0)
+    assert [falling[i + 1] / falling[i] for i in range(3)] == pytest.approx([0.5] * 3)
+    assert weights(unroll=3, decay=1.0) == pytest.approx([1 / 3] * 3)
+    assert weights(step_weights=(4.0, 2.0, 2.0)) == pytest.approx([0.5, 0.25, 0.25])
 
 
 def test_labels_over_the_whole_vocabulary_are_the_targets_distribution() -> None:

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
-from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.data_pipelines import ShardCapture
 from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as known_kind
@@ -258,7 +258,7 @@ def test_rows_of_new_tokens_are_like_those_of_the_tokens_that_a_head_has() -> No
 
 
 def test_the_data_choose_the_draft_vocabulary_of_an_existing_head(tmp_path: Path) -> None:
-    capture_to_shards(TARGET, (0, 2, 3), [(list(range(100, 120)), [1] * 20)] * 3, tmp_path / "shards")
+    ShardCapture(TARGET, (0, 2, 3), [(list(range(100, 120)), [1] * 20)] * 3).write(tmp_path / "shards")
     folder, more = written(SHAPES["eagle3"](), tmp_path / "head"), {"shards": str(tmp_path / "shards")}
 
     def kept(**own: Any) -> list[int]:
@@ -291,7 +291,7 @@ CONVERSATION = (list(range(20)), [0] * 5 + [1] * 15)
 
 
 def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None:
-    capture_to_shards(TARGET, (0, 1), [CONVERSATION] * 3, tmp_path / "shards")
+    ShardCapture(TARGET, (0, 1), [CONVERSATION] * 3).write(tmp_path / "shards")
     more = {"shards": str(tmp_path / "shards")}
     config = config_of("eagle3", written(SHAPES["eagle3"](), tmp_path / "head"), **more)
     with pytest.raises(ShardError, match=r"has the layers 0, 1, 3, but the head reads 0, 2, 3; .*0,2,3"):
@@ -306,7 +306,7 @@ def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None
 def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) -> None:
     """The last layer is one of them: its states are kept for the labels. The head's order of layers is used."""
     for name, layers, count in (("a", (0, 1), 2), ("b", (1, 2, 0), 1)):
-        capture_to_shards(TARGET, layers, [CONVERSATION] * count, tmp_path / name)
+        ShardCapture(TARGET, layers, [CONVERSATION] * count).write(tmp_path / name)
     shards = [str(tmp_path / name) for name in "ab"]
     given = TrainConfig.of(shards=tuple(shards), aux_layers=(3, 0, 1))
     data = training_data(TARGET, resolve(given, TARGET.hidden_size))

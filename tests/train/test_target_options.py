@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.command import Stop, Stopped
-from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.data_pipelines import ShardCapture
 from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.publish.cli import main as publish
@@ -93,7 +93,7 @@ def test_states_of_other_adapters_are_refused(
     texts = [(list(range(20)), [0] * 5 + [1] * 15)] * 6
     plain, tuned = load_target(target), load_target(target, adapter_path=adapters)
     for name, model in (("plain", plain), ("tuned", tuned)):
-        capture_to_shards(model, (), texts, tmp_path / name)
+        ShardCapture(model, (), texts).write(tmp_path / name)
     others = ["--adapter-path", str(tiny_adapters(tmp_path / "others", seed=1))]
     mine = ["--adapter-path", str(adapters)]
     for name, more, said in (

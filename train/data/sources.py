@@ -18,8 +18,8 @@ from eagle_mlx.data_pipelines import (
     Message,
     ReadReport,
     Sample,
+    ShardCapture,
     capture,
-    capture_to_shards,
     prompt_tokens,
     read_conversations,
     render_all,
@@ -74,7 +74,7 @@ def training_data(
     elif choice.place == "disk":
         folder, bits = cache_folder(config), config.data.cache_bits
         try:
-            capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=bits, resume=True)
+            ShardCapture(target, aux_layers, rendered, bits).write(folder, progress=progress, resume=True)
         except (ShardError, OutputError) as e:
             raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
         samples = OnDisk(ShardReader(folder))

@@ -45,6 +45,8 @@ from ..distributed import World
 Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
+_ANSWERS = 20 * FEWEST
+"""Prompts that are answered even without time. One in ten is held out, and up to half of the answers may loop."""
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
@@ -144,7 +146,7 @@ def answer_prompts(
 ) -> None:
     """Have the target answer `config.data.prompts`, greedily as the judge does, with drafts of `head`.
 
-    `over`: called before each prompt after the first batch; once true, the rest stays unanswered. Raises as
+    `over`: called before each prompt after those that the judge needs; once true, the rest stays unanswered. Raises as
     `make_data`, and DataError if all answers loop.
     """
     file, reading = self_file(config), prompt_config(config)
@@ -155,12 +157,15 @@ def answer_prompts(
         params = SamplingParams(temperature=0.0, max_tokens=MakeConfig.max_tokens)
         answers = RegenerateConfig(params, least_distinct=LEAST_DISTINCT)
         engine = growing_engine(target, head)
-        first = engine.max_batch  # so that even a short time gives answers
+        first = max(engine.max_batch, _ANSWERS if config.prompts_are_heldout else 0)
         rest = chain(prompts[:first], takewhile(lambda _: not over(), prompts[first:]))
-        _, report = regenerate_to_file(engine, rest, answers, file, settings, progress=True, total=len(prompts))
+        count, report = regenerate_to_file(engine, rest, answers, file, settings, progress=True, total=len(prompts))
         if not report.answers:
             raise DataError(f"{', '.join(reading.sources)}: all of the target's answers loop; give other prompts")
-        return f"{counted(report.answers, 'answer')} of {counted(report.tokens, 'token')}; {report.looping:,} loop"
+        left = len(prompts) - count - report.dropped
+        return f"{counted(report.answers, 'answer')} of {counted(report.tokens, 'token')}; {report.looping:,} loop" + (
+            f"; no time was left for {counted(left, 'prompt')}" if left else ""
+        )
 
     _on_every_machine(file, {**text_settings(target), **settings}, world, make)
 

@@ -20,8 +20,8 @@ from eagle_mlx.data_pipelines import (
     MakeConfig,
     MakeLimits,
     Sample,
+    ShardCapture,
     Wanted,
-    capture_to_shards,
     growing_engine,
     held_out_prompts,
     make_to_file,
@@ -163,7 +163,7 @@ class Portions:
             raise DataError(f"the time was over before {name} had written a conversation to learn from; raise --hours")
         if not number or self._fits(number, made):
             bits = self._config.data.cache_bits
-            capture_to_shards(self._target, self._aux_layers, samples, self._shards(number), bits=bits, resume=True)
+            ShardCapture(self._target, self._aux_layers, samples, bits).write(self._shards(number), resume=True)
         return made
 
     def conversations(self, count: int) -> int:

@@ -29,6 +29,7 @@ from .base import SPREAD, Head, Kind, final_norm, layer_shape, mask_token, proje
 from .eagle3 import attend_to_itself
 from .least_squares import Matrix, Moments, Piece, factors
 
+KeysValues = tuple[mx.array, mx.array]
 LAGS = 3  # slots whose states the map predicts: later ones depend little on the context's newest position
 
 
@@ -120,11 +121,11 @@ def _layer(
     layer: BlockLayer, sees: BlockAttention, segments: mx.array, anchors: mx.array, x: mx.array, g: mx.array
 ) -> list[mx.array]:
     """Return [B * A, b, H] for x [B * A, b, H] and g [B, L, H]."""
-    past_keys, past_values = layer.self_attn.context(g, 0)
+    past = layer.self_attn.context(g, 0)
     context, block = _masks(sees, segments, anchors, x.shape[1])
 
     def attended(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return attend(q, past_keys, past_values, context, k, v, block)
+        return attend(q, past, context, (k, v), block)
 
     return [layer(x, None, attended, anchors.reshape(-1))]
 
@@ -141,21 +142,14 @@ def _masks(sees: BlockAttention, segments: mx.array, anchors: mx.array, slots: i
     return (1 - context.astype(mx.float32)) * HIDDEN, (1 - block.astype(mx.float32)) * HIDDEN
 
 
-def attend(
-    q: mx.array,
-    past_keys: mx.array,
-    past_values: mx.array,
-    context: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    block: mx.array,
-) -> mx.array:
+def attend(q: mx.array, past: KeysValues, context: mx.array, own: KeysValues, block: mx.array) -> mx.array:
     """Attend to the row's context and to each block's own slots.
 
-    q [B * A, heads, b, D], scaled; past keys and values [B, kv_heads, L, D]; keys and values of the blocks
+    q [B * A, heads, b, D], scaled; past: each [B, kv_heads, L, D]; own: those of the blocks, each
     [B * A, kv_heads, b, D]; masks as from `_masks`. Returns [B * A, heads, b, D] in the dtype of q; the softmax is in
     float32.
     """
+    past_keys, past_values = past
     b, kv_heads, length, dim = past_keys.shape
     blocks, heads, slots, _ = q.shape
     count, groups = blocks // b, heads // kv_heads
@@ -164,17 +158,17 @@ def attend(
         """[B * A, heads, b, D] -> [B, kv_heads, heads / kv_heads, A, b, D]."""
         return x.reshape(b, count, kv_heads, -1, slots, dim).transpose(0, 2, 3, 1, 4, 5)
 
-    grouped, keys, values = by_head(q), by_head(keys), by_head(values)
+    grouped, keys, values = map(by_head, (q, *own))
     flat = grouped.reshape(b, kv_heads, groups * count * slots, dim)
     shape = b, kv_heads, groups, count, slots, length
-    past = (flat @ past_keys.swapaxes(-1, -2)).reshape(shape).astype(mx.float32) + context[:, None, None]
-    own = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) + block
-    top = mx.maximum(mx.max(past, axis=-1, keepdims=True), mx.max(own, axis=-1, keepdims=True))
+    before = (flat @ past_keys.swapaxes(-1, -2)).reshape(shape).astype(mx.float32) + context[:, None, None]
+    within = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) + block
+    top = mx.maximum(mx.max(before, axis=-1, keepdims=True), mx.max(within, axis=-1, keepdims=True))
     top = mx.stop_gradient(top)
-    past, own = fastmath.exp(past - top), fastmath.exp(own - top)
-    total = mx.sum(past, axis=-1, keepdims=True) + mx.sum(own, axis=-1, keepdims=True)
-    out = (past.reshape(b, kv_heads, -1, length).astype(q.dtype) @ past_values).reshape(grouped.shape)
-    out = (out + own.astype(q.dtype) @ values) * mx.reciprocal(total)
+    before, within = fastmath.exp(before - top), fastmath.exp(within - top)
+    total = mx.sum(before, axis=-1, keepdims=True) + mx.sum(within, axis=-1, keepdims=True)
+    out = (before.reshape(b, kv_heads, -1, length).astype(q.dtype) @ past_values).reshape(grouped.shape)
+    out = (out + within.astype(q.dtype) @ values) * mx.reciprocal(total)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(q.shape).astype(q.dtype)
 
 

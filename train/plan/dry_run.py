@@ -126,7 +126,8 @@ def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
     return {
         "data": ", ".join(config.data.shards or config.data.prompts or config.data.sources),
         "tokens": f"{tokens[0]:,}: {tokens[1]}",
-        "run": f"{span}, {counted(step.rows, 'row')} of {step.length:,} tokens{parts}, in {dtype}",
+        "run": f"{span}, {counted(step.rows, 'row')} of {step.length:,} tokens{parts}, in {dtype}; "
+        f"learning rate {step.lr:.2g}, loss {step.loss}",
     }
 
 

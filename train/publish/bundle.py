@@ -51,8 +51,7 @@ class HeadFiles:
     @property
     def noted(self) -> Mapping[str, Any]:
         """What this project's writers stored in the config."""
-        noted = self.config.get("eagle_mlx")
-        return noted if isinstance(noted, dict) else {}
+        return self.config.get("eagle_mlx") or {}
 
     @property
     def target_names(self) -> list[str]:
@@ -111,12 +110,9 @@ def read_source(folder: str | Path) -> HeadFiles:
     written_as, servers = layout.about, layout.servers(head)
     if quantization_of(head) is not None:
         written_as, servers = f"{written_as}, quantized by MLX", ()
-    report: Mapping[str, Any] = {}
-    plots: tuple[Path, ...] = ()
-    if run is not None:
-        report = read_object(run / REPORT, "move it away to publish without it") or {}
-        plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file())
-    return HeadFiles(place, files.config, kind, written_as, servers, head, report, which, plots)
+    report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
+    plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
+    return HeadFiles(place, files.config, kind, written_as, servers, head, report or {}, which, plots)
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:
@@ -161,8 +157,7 @@ def _write_config(folder: Path, source: HeadFiles, base: str) -> None:
     config = copy.deepcopy(dict(source.config))
     if not hub.full_id(str(config.get("_name_or_path", ""))):
         config.pop("_name_or_path", None)
-    noted = config.get("eagle_mlx")
-    if isinstance(noted, dict):
+    if noted := config.get("eagle_mlx"):
         if source.trained_on is None:
             noted["target"] = base
         if BASE_MODEL in noted:

@@ -143,14 +143,13 @@ def _method(written: Mapping[str, Any]) -> str:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     """Describe a machine in one line, from either command's report."""
-    device = str(machine.get("device") or "its default device").removeprefix("Device(").split(",")[0]
     parts = {
         "cpu": "{}",
         "cores": "{} cores",
         "memory_gb": "{} GB",
-        "os" if machine.get("os") else "platform": "{}",
+        "os": "{}",
         "eagle_mlx": "EAGLE-MLX {}",
-        "mlx": f"MLX {{}} on {device}",
+        "mlx": f"MLX {{}} on {machine.get('device')}",
         "mlx_lm": "mlx-lm {}",
         "blas": "BLAS: {}",
     }

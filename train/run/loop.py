@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
-import platform
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 from mlx.utils import tree_unflatten
 from tqdm import tqdm
 
-from eagle_mlx import blas
 from eagle_mlx.command import Stopped
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.hub import public_name
+from eagle_mlx.machine import describe
 from eagle_mlx.paired import FEWEST
 from eagle_mlx.progress import counted
 from eagle_mlx.target import arrays_of
@@ -365,11 +362,5 @@ class Run:
             "data": data,
             "head": dataclasses.asdict(self.head.config),
             "config": public_settings(config),
-            "machine": {
-                "platform": platform.platform(),
-                "device": str(mx.default_device()),
-                "blas": blas.activate().public,
-                "dtype": str(pass_type(config)).rpartition(".")[2],
-                "mlx": importlib.metadata.version("mlx"),
-            },
+            "machine": {**dataclasses.asdict(describe()), "dtype": str(pass_type(config)).rpartition(".")[2]},
         }

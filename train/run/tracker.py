@@ -134,9 +134,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-Kind = Literal["train", "eval"]
-
-
 class Tracker:
     """Writes metrics and sample texts. Use it as a context manager.
 
@@ -152,7 +149,7 @@ class Tracker:
         self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.run.wandb else None
         self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
 
-    def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, kind: Literal["train", "eval"], step: int, values: Mapping[str, Any]) -> None:
         """Append a line with kind, step, values, learning rates of a `learning_rate_factor`, and memory use."""
         if (kind, step) in self._logged:
             return

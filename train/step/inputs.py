@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from ..data import Rows
 
+Indices = NDArray[np.intp]
+Mask = NDArray[np.bool_]
 ANCHORS = 512  # maximum anchors of a conversation in one pass. Source: vllm-project/speculators, DFlash's `max_anchors`
 
 
@@ -95,7 +97,7 @@ def make_anchor_plan(
     return _plan(segments.shape, row, u, at, valid, multiple)
 
 
-def _drawn(possible: NDArray[np.bool_], rows: Rows, seed: int, step: int) -> NDArray[np.bool_]:
+def _drawn(possible: Mask, rows: Rows, seed: int, step: int) -> Mask:
     """Return at most `ANCHORS` random positions of each conversation among the possible ones, [B, L]."""
     chosen = possible.copy()
     for index, (open_, segments) in enumerate(zip(possible, rows.segments, strict=True)):
@@ -106,14 +108,7 @@ def _drawn(possible: NDArray[np.bool_], rows: Rows, seed: int, step: int) -> NDA
     return chosen
 
 
-def _plan(
-    shape: tuple[int, ...],
-    row: NDArray[np.intp],
-    u: NDArray[np.intp],
-    at: NDArray[np.intp],
-    valid: NDArray[np.bool_],
-    multiple: int,
-) -> InputPlan:
+def _plan(shape: tuple[int, ...], row: Indices, u: Indices, at: Indices, valid: Mask, multiple: int) -> InputPlan:
     """Return the plan for labels at (row, u), each [U], read at indices `at` [S, U] where `valid` [S, U]."""
     width, length = shape
     read = np.zeros((width, length), np.int32)

@@ -39,12 +39,6 @@ class Labels:
     inside: mx.array  # [U] float32: 1 if the target's most likely token is in the draft vocabulary, else 0
 
 
-def step_weights(steps: int, decay: float) -> list[float]:
-    """Return the weight of each draft step's mean loss: decay**j, normalized."""
-    weights = [decay**j for j in range(steps)]
-    return [weight / sum(weights) for weight in weights]
-
-
 def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> Labels:
     """Return labels from the target's last hidden states [U, H], before its final norm.
 

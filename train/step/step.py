@@ -31,7 +31,7 @@ from ..kinds import KINDS, Head, kind_of
 from ..kinds.block import with_latents
 from ..unroll import Inputs, holding, weights_but
 from .inputs import InputPlan, add_noise, make_anchor_plan, make_plan, noise_of
-from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
+from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses
 from .optimizers import Optimizers
 
 _STEP, _OPTIMIZER = "step", "optimizer."
@@ -274,9 +274,9 @@ def part_loss(
 
 
 def weights_of_steps(config: TrainSettings) -> NDArray[np.float32]:
-    """Return the weight [S] of each draft step's mean loss. They sum to 1."""
+    """Return the weight [S] of each draft step's mean loss: as given, or decay**j for step j. They sum to 1."""
     loss = config.optimization
-    weights = np.array(loss.step_weights or step_weights(loss.unroll, loss.decay or 0.0))
+    weights = np.array(loss.step_weights or [(loss.decay or 0.0) ** step for step in range(loss.unroll)])
     return np.array(weights / weights.sum(), np.float32)
 
 
