@@ -45,6 +45,7 @@ def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
     target = tiny_target()
     head = KINDS[config.head.kind].new(target, config.changed(seed=seed), None, ())
     stepper = Stepper(head, target, config, world)
+    stepper.sync()
     results, rows_seen = [], []
     for silent in (1, 2):
         batches = Batches(

@@ -85,12 +85,16 @@ class Run:
             self.head = with_vocabulary(setup.head, target, data.kept, self.config)
         self._evaluator = Evaluator(target, prompts, measuring.depth, measuring.tokens, measuring.batch)
         self._stepper = Stepper(self.head, target, self.config, setup.workers.world)
+        if saved is not None:
+            self.head.update(tree_unflatten(list(saved.head.items())))
+            self._stepper.restore(saved.stepper)
+        self._stepper.sync()
         self.progress = Progress()
         self._recent: list[StepResult] = []
         self._next_eval: float | None = None
         self._next_save = math.inf
         # `best`: the step and the measurement of the head with the largest τ; step 0 for the start
-        self.untrained, self.best = self._restore(saved) if saved else self._begin(seconds, times)
+        self.untrained, self.best = self._restore(saved.state) if saved else self._begin(seconds, times)
 
     def _begin(self, seconds: float, times: int) -> tuple[Acceptance, tuple[int, Acceptance]]:
         if seconds and not (self.config.evaluation.prompts or self._adaptation):
@@ -104,11 +108,7 @@ class Run:
             copy_head(self._adaptation.files.folder, self._setup.folder / BEST)
         return untrained, (0, untrained)
 
-    def _restore(self, saved: RunCheckpoint) -> tuple[Acceptance, tuple[int, Acceptance]]:
-        self.head.update(tree_unflatten(list(saved.head.items())))
-        self._stepper.restore(saved.stepper)
-        self._setup.workers.sync(self._stepper)
-        now = saved.state
+    def _restore(self, now: RunState) -> tuple[Acceptance, tuple[int, Acceptance]]:
         self.progress, self._recent = now.progress, now.recent
         self._next_eval = now.next_eval
         self.watch.restart(now.elapsed)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx.command import Stop, Stopped, shown
+from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import ConfigError, DataError, EagleError, HeadError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as head_kind
@@ -40,7 +40,6 @@ _DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
 _PIECES = 20  # parts of a vocabulary, of which two choose the ridge of the least squares
 _TOKENS_PER_INPUT = 32  # tokens per input value of the linear start, if states are captured (docs/decisions.md)
 _READ_PER_INPUT = 8  # the same if the target must compute the states: a quarter gives nine tenths of the gain
-_SYNC = "sync"
 
 
 def existing_head(target: Target, config: TrainSettings) -> Head | None:
@@ -64,7 +63,7 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
         wanted = config.value(name)
         if wanted not in (find(TrainConfig, name).default, has):
             raise ConfigError(
-                f"{flag(name)} is {shown(wanted)}, but {config.head.init_from} has {shown(has)}; "
+                f"{flag(name)} is {_text(wanted)}, but {config.head.init_from} has {_text(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
     if (config.head.window or loaded.draft_window) and any(getattr(loaded.config, "windows", ())):
@@ -126,6 +125,10 @@ def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool
     return head
 
 
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[Piece]:
     """Yield inputs [n, D] and desired outputs [n, H] of the linear map for each conversation.
 
@@ -170,13 +173,12 @@ class Workers:
 
     def step(self, epoch: int, batch: int, factor: float) -> None:
         """Have all workers take a step on their part of a batch. Raises Stopped if any process was asked to stop."""
-        self._broadcast([epoch, batch, factor])
-
-    def sync(self, stepper: Stepper) -> None:
-        """Send this process's head and optimizer state to all workers."""
-        if not self._ended:
-            self._broadcast(_SYNC)
-            stepper.sync()
+        if self._ended:
+            return
+        if self.world.any(self._stop.asked):
+            self._ended = True
+            raise Stopped
+        self.world.broadcast([epoch, batch, factor])
 
     def close(self) -> None:
         """Stop the workers."""
@@ -184,14 +186,6 @@ class Workers:
             self._ended = True
             with contextlib.suppress(EagleError):  # they have already ended
                 self.world.any(True)
-
-    def _broadcast(self, command: object) -> None:
-        if self._ended:
-            return
-        if self.world.any(self._stop.asked):
-            self._ended = True
-            raise Stopped
-        self.world.broadcast(command)
 
 
 def run_worker(
@@ -206,14 +200,11 @@ def run_worker(
         step = config.optimization
         batches = Batches(data.samples, step.rows, step.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
+        stepper.sync()
         position, stream = (0, 0), batches.epoch(0)
         try:
             while not world.any(stop.asked):
-                command = world.broadcast()
-                if command == _SYNC:
-                    stepper.sync()
-                    continue
-                epoch, batch, factor = command
+                epoch, batch, factor = world.broadcast()
                 if position != (epoch, batch):
                     stream.close()
                     stream = batches.epoch(epoch, batch)

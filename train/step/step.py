@@ -67,7 +67,10 @@ class _Part:
 
 
 class Stepper:
-    """Takes steps and owns the optimizer's state. The processes of a `world` take each step on different rows."""
+    """Takes steps and owns the optimizer's state. The processes of a `world` take each step on different rows.
+
+    They must `sync` before the first step.
+    """
 
     def __init__(self, head: Head, target: Target, config: TrainSettings, world: World = SINGLE_PROCESS):
         head.attach(target)
@@ -82,7 +85,6 @@ class Stepper:
         self._update: Callable[[Any, mx.array], None] = self._plain_update
         if not use_shortcuts():  # on a CPU, compiled steps are slower
             self.compile()
-        self.sync()
 
     def compile(self) -> None:
         """Let MLX fuse the step's operations. Each new batch shape is compiled again."""
