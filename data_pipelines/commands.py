@@ -80,7 +80,7 @@ def regenerate(options: RegenerateOptions) -> None:
     sampling = {name: options.value(name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
     params = SamplingParams(seed=options.choice.seed, **sampling)
     config = RegenerateConfig(params, options.system, options.least_distinct)
-    data, stream = options.data_config(), options.choice.filters.stream
+    data, stream = options.choice.config(options.data, options.limit), options.choice.filters.stream
     settings = {**asdict(data), "split": options.split}
     check_conversations(data, options.split)
     target = options.loading.load(options.target)
@@ -110,7 +110,7 @@ def collect(options: CollectOptions) -> None:
     if not options.resume:
         check_free(options.output, options.overwrite)
     check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
-    config = options.data_config()
+    config = options.choice.config(options.data, options.limit)
     check_conversations(config, options.split, answers=True, with_images=True)
     tune_process()
     target = options.loading.load(options.target)

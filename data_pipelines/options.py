@@ -58,9 +58,6 @@ class ReadOptions(Group):
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
-    def data_config(self) -> DataConfig:
-        return self.choice.config(self.data, self.limit)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(Group):

@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map, tree_reduce, tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 from numpy.typing import NDArray
 
 from eagle_mlx.blas import one_blas_thread
@@ -82,7 +83,7 @@ class Stepper:
         self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
         self._freed = FreedBuffers()
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
-        self._update: Callable[[Any, mx.array], None] = self._plain_update
+        self._update: Callable[[Any], None] = self._plain_update
         if not use_shortcuts():  # on a CPU, compiled steps are slower
             self.compile()
 
@@ -147,14 +148,14 @@ class Stepper:
             mx.eval(total)
             total = self._world.all_sum_tree(list(total))
         results, gradient = total
-        norm = gradient_norm(gradient)
+        clipped, norm = optim.clip_grad_norm(gradient, self._config.optimization.clip)
         mx.eval(norm, results)
         values = float(np.array(results[0])), float(np.array(norm))
         if not all(map(math.isfinite, values)):
             self._steps -= 1
             raise NotFiniteError(*values)
-        self._update(gradient, norm)
-        del total, gradient  # so that the update can reuse their memory
+        self._update(clipped)
+        del total, gradient, clipped  # so that the update can reuse their memory
         for weight in arrays_of(self.head.parameters()).values():
             mx.eval(weight)  # one at a time, to limit temporary memory
         mx.eval(self._optimizers.together.state)
@@ -211,14 +212,8 @@ class Stepper:
         again, dtype = self._config.optimization.grad_checkpoint, pass_type(self._config)
         return part_loss(self.head, self._target, arrays, self._objective, again, dtype)
 
-    def _plain_update(self, gradient: Any, norm: mx.array) -> None:
-        share = mx.minimum(self._config.optimization.clip / (norm + 1e-6), 1.0)
-        self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
-
-
-def gradient_norm(gradient: Any) -> mx.array:
-    """Return the Euclidean norm over all arrays of a tree, a scalar."""
-    return mx.sqrt(tree_reduce(lambda total, g: total + mx.sum(mx.square(g)), gradient, mx.array(0.0)))
+    def _plain_update(self, gradient: Any) -> None:
+        self._optimizers.together.update(self.head, gradient)
 
 
 def part_arrays(
