@@ -67,13 +67,18 @@ def settled(given: TrainConfig) -> TrainConfig:
     return given.changed(**changes)
 
 
-def division(seconds: float) -> str:
-    """Describe how the time of a run is divided."""
-    total, *ends = (timedelta(seconds=round(share * seconds)) for share in (1, _ANSWERING, _MAKING, LEARNING))
-    return (
-        f"{total} at most: the target answers prompts until {ends[0]} and writes other conversations until {ends[1]}, "
-        f"the head learns until {ends[2]}, and then the judge decides"
-    )
+def division(config: TrainConfig, seconds: float) -> str:
+    """Describe how a run divides its time."""
+    steps = [("the target answers the prompts", _ANSWERING)] if config.data.prompts else []
+    steps += [] if config.data.replay else [("the target writes conversations", _MAKING)]
+    steps += [("the head learns", LEARNING)]
+    shown = ", ".join(f"{what} until {timedelta(seconds=round(share * seconds))}" for what, share in steps)
+    return f"{timedelta(seconds=round(seconds))} at most: {shown}, then the judge decides"
+
+
+def making_limits(over: Callable[[float], bool]) -> MakeLimits:
+    """Return the limits for conversations that the target writes. over: as in `prepare`."""
+    return MakeLimits(over=lambda made: made > 0 and over(_MAKING))
 
 
 def prepare(target: Target, config: TrainSettings, world: World, over: Callable[[float], bool]) -> None:
@@ -87,8 +92,8 @@ def prepare(target: Target, config: TrainSettings, world: World, over: Callable[
         answer_prompts(target, config, head, world, lambda: over(_ANSWERING))
     if not config.data.replay:
         count = sum(1 for _ in read_conversations(data_config(config), "train", target.tokenizer))
-        limits = MakeLimits(over=lambda made: made > 0 and over(_MAKING))
-        make_data(target, config, world, replay_file(config), Wanted(rows=max(_FEWEST_OTHERS, count)), limits)
+        wanted = Wanted(rows=max(_FEWEST_OTHERS, count))
+        make_data(target, config, world, replay_file(config), wanted, making_limits(over))
 
 
 @dataclass(frozen=True)

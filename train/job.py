@@ -28,7 +28,7 @@ from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from .adaptation import LEARNING, Adaptation, division, prepare, settled
+from .adaptation import LEARNING, Adaptation, division, making_limits, prepare, settled
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
 from .data import TrainData, check_data, heldout_prompts, make_data, self_file, training_data
 from .distributed import SINGLE_PROCESS, World
@@ -62,7 +62,7 @@ def run_command(
         config, recipe = new_run(name, file, flags)
         print(plan_of(settled(config), recipe))
         if (limit := _limit(config)) < math.inf:
-            print(f"limit       {division(limit)}")
+            print(f"limit       {division(config, limit)}")
         return
     tune_process()
     stop, world = Stop(), World.init()
@@ -163,7 +163,7 @@ def _run(
         learns = f"learning rate {step.lr:.2g}, loss {step.loss}"
         print(f"head: {config.head.init_from}, {parameters_of(head)}; {learns}", file=sys.stderr)
         if limit < math.inf:
-            print(f"time: {division(limit)}", file=sys.stderr)
+            print(f"time: {division(config, limit)}", file=sys.stderr)
     measured = probe(target, config, head)
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
@@ -243,7 +243,8 @@ def _prepare(target: Target, config: TrainSettings, world: World, over: Callable
     if config.data.is_self:
         if not config.prompts_are_heldout and world.is_rank_zero:
             heldout_prompts(target, config, most=1)
-        make_data(target, config, world, self_file(config), Wanted(tokens=config.data.self_tokens))
+        wanted = Wanted(tokens=config.data.self_tokens)
+        make_data(target, config, world, self_file(config), wanted, making_limits(over))
     elif config.head.adapt:
         prepare(target, config, world, over)
     if world.is_rank_zero:

@@ -232,9 +232,18 @@ def test_hours_limit_the_whole_run(tmp_path: Path, ask: Path, few: Path, capsys:
     assert (report["config"]["minutes"], report["data"]["conversations"] > 0) == (1 / 60, True)
     assert report["data"]["replayed_tokens"] > 0
     assert report["adapted"]["from"] == "head"
-    assert "time: 0:00:00 at most: the target answers prompts until 0:00:00 and writes other conversations" in told
+    assert "time: 0:00:00 at most: the target answers the prompts until 0:00:00, the target writes conv" in told
     assert re.search(r"are trained; learning rate [\d.]+, loss soft$", told, re.MULTILINE)
     assert "no time was left for 268 prompts" in told
+
+
+def test_hours_limit_what_the_target_makes_up(tmp_path: Path, few: Path, capsys: Any) -> None:
+    target, out = talking_target_folder(tmp_path / "target"), tmp_path / "out"
+    head = written(target, "eagle", tmp_path / "head")
+    line = ["--target", str(target), "--adapt", str(head), "--data", "self", "--self-tokens", "10000000"]
+    assert main([*line, "--output", str(out), *SIZES, "--hours", "0.0001", "--eval-data", str(few)]) == 0
+    assert report_of(out)["data"]["tokens"] < 100_000
+    assert "time: 0:00:00 at most: the target writes conversations until 0:00:00, the head" in capsys.readouterr().err
 
 
 def test_without_time_enough_prompts_are_answered_to_hold_some_out(
@@ -322,4 +331,6 @@ def test_a_dry_run_shows_the_head_and_the_prompts(target: Path, data: Path, tmp_
     assert f"adapts {head}, if the judge finds the result better" in shown
     assert "110 prompts with answers of 500, assumed, and as many of older conversations" in shown
     assert re.search(r"learning rate [\d.]+, loss soft ", shown)
-    assert "limit 2:00:00 at most: the target answers prompts until 0:40:00" in shown
+    assert (
+        "limit 2:00:00 at most: the target answers the prompts until 0:40:00, the target writes conversations" in shown
+    )

@@ -125,7 +125,7 @@ def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheC
 
 
 def make_data(
-    target: Target, config: TrainConfig, world: World, file: Path, wanted: Wanted, limits: MakeLimits | None = None
+    target: Target, config: TrainConfig, world: World, file: Path, wanted: Wanted, limits: MakeLimits
 ) -> None:
     """Create a file of conversations on every machine; rank 0 makes it unless it exists.
 
