@@ -76,7 +76,9 @@ def capture_batches(
 
 def make_batches(samples: Iterable[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
     """Yield batches of similar length. Each has at most `batch_tokens` tokens with padding, or one conversation.
-    One with images is alone."""
+
+    A conversation with images is alone.
+    """
     remaining = iter(samples)
     while window := sorted(islice(remaining, WINDOW), key=lambda s: len(s[0])):
         batch: list[Sample] = []
@@ -111,7 +113,8 @@ def _hidden_states(
     return copies
 
 
-def _images(sample: TokensAndMask) -> Sequence[ImageSpan]:
+def _images(sample: Sample) -> Sequence[ImageSpan]:
+    """Return a conversation's images, none if it is a plain tuple."""
     return sample.images if isinstance(sample, Sample) else ()
 
 
