@@ -43,7 +43,7 @@ class Done(NamedTuple):
 
     key: int
     counts: dict[str, int]
-    """What the row adds to the report's counts, by name."""
+    """Additions of the row to the report's counts, by name."""
     row: bytes
     """A line with its line end; empty if the conversation was dropped."""
 

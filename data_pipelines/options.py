@@ -35,7 +35,7 @@ _MAP = "field names (role=from,content=value or prompt=question,completion=answe
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions(Group):
-    """How rows are read, and in which order."""
+    """Reading of rows, and their order."""
 
     seed: int = setting(DataConfig.seed, "seed of everything random", SEED)
     map: tuple[str, ...] = setting((), _MAP, metavar="[SPEC:]FIELD=NAME,…", repeat=True)
@@ -70,7 +70,7 @@ class DraftingOptions(Group):
 
 @dataclass(frozen=True)
 class MakeSampling(Group):
-    """How answers and user turns are sampled."""
+    """Sampling of answers and user turns."""
 
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.8),
@@ -94,7 +94,7 @@ class MakeSampling(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeConfig(MakeSampling):
-    """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
+    """The way to make up conversations. Raises ConfigError on creation if a setting is invalid."""
 
     seed: int = 0
     domains: tuple[Domain, ...] = DOMAINS
@@ -119,7 +119,7 @@ class MakeConfig(MakeSampling):
 
 @dataclass(frozen=True)
 class WritingOptions(MakeSampling):
-    """What to write, and how to sample it."""
+    """Conversations to write, and how to sample them."""
 
     domains: Path = setting(FILE, "file of domains (subjects) to write about", metavar="FILE.yaml")
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
@@ -156,7 +156,7 @@ class MakeOptions(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions(ReadOptions):
-    """What to answer, and how."""
+    """Conversations to answer, and how."""
 
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy", limit_of("temperature"))
@@ -172,7 +172,7 @@ class RegenerateOptions(ReadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(ReadOptions):
-    """What to capture, and where to write it."""
+    """Conversations to capture, and where to write their states."""
 
     split: Split | None = setting("train", _SPLIT)
     output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
@@ -185,7 +185,7 @@ class CollectOptions(ReadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(Group):
-    """What to inspect."""
+    """Conversations to inspect."""
 
     data: tuple[str, ...] = setting(REQUIRED, "folder of shards, or sources", name="SOURCE", positional=True)
     target: str | None = setting(None, "render for this model, and mark the learned parts", metavar="MODEL")

@@ -246,7 +246,7 @@ class _Span(NamedTuple):
     last: int
     end: int
     limit: int
-    """Where the next part of a message begins. An end token before it belongs to the span."""
+    """The beginning of a message's next part. An end token before it belongs to the span."""
     turn: int | None = None
     """The message, if the span was not found by the template's tags."""
 

@@ -29,7 +29,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"(</?[^<>\s]{0,24}(?:think|channel)[^<>\s]{0,24}>|\[/?THINK\])", re.I)
 """Tags of reasoning in a content, at which templates split it."""
 _ENDS = re.compile(r"</|<\|END|\[/|<channel\|", re.I)
-"""How a tag begins that ends reasoning."""
+"""The beginning of a tag that ends reasoning."""
 _OPEN, _CLOSE, _ZERO = "\ufde0", "\ufde1", 0xFDD0
 _MARK = re.compile("([\ufde0\ufde1])([\ufdd0-\ufddf]{4})")
 """The first or last character of a part, and its number in four digits of base 16."""

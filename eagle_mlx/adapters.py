@@ -1,4 +1,4 @@
-"""What a user adds to a target: LoRA adapters, which mlx-lm loads, and arguments of the chat template."""
+"""Additions to a target by its user: LoRA adapters, which mlx-lm loads, and arguments of the chat template."""
 
 from __future__ import annotations
 

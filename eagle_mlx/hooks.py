@@ -113,7 +113,7 @@ def without_hooks(node: Any) -> Any:
 
 @dataclass
 class Recording:
-    """What hooked modules record in one forward of a model."""
+    """A record that hooked modules make in one forward of a model."""
 
     hidden: mx.array | None = None  # the input of the last call of the final norm
     norms: int = 0  # calls of the final norm
@@ -123,7 +123,7 @@ class Recording:
     given: tuple[object, Any] = None, None
     """A module, and what it returns without computing its output: the model runs without what comes before it."""
     added: dict[int, mx.array] = field(default_factory=dict)
-    """What is added to the outputs of layers, by the id of the layer."""
+    """Additions to the outputs of layers, by the id of the layer."""
     axes: Sequence[mx.array] = ()
     """Positions [B, L] of each axis of M-RoPE, in place of what the cache says; empty for one axis."""
     axis_of: mx.array | None = None  # [D / 2] int32: the axis of each rotated pair of numbers

@@ -36,7 +36,7 @@ class Recording:
     text: Sequence[int]
     """The prompt and the answer."""
     answer: int
-    """Where in the text the answer begins."""
+    """The index in the text at which the answer begins."""
     params: SamplingParams
     """Those of the answer, with a seed unless it is greedy."""
     states: Mapping[int, mx.array]
@@ -50,14 +50,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a proposer drafted along one recording."""
+    """The drafts of a proposer along one recording."""
 
     accepted: list[int]
     """Draft tokens that each round accepted."""
     drafted: int
     """Tokens of the longest draft."""
     seconds: list[float]
-    """Of each draft, and of reading the hidden states before it."""
+    """Time of each draft, and of reading the hidden states before it."""
     decoded: Decoded
 
 
@@ -111,7 +111,7 @@ class Judge:
         """The layers that recordings need."""
         self.left_out = 0
         self.drafted: list[tuple[Drafting, Drafting]] = []
-        """What both drafted along each recording."""
+        """The drafts of both along each recording."""
 
     def compare(
         self,

@@ -30,7 +30,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much more the second of two gives than the first: 0.03 is 3 % more."""
+    """The gain of the second of two over the first: 0.03 is 3 % more."""
 
     gain: float
     low: float | None
@@ -43,7 +43,7 @@ class Gain:
 
     @property
     def advice(self) -> str:
-        """What to do about a comparison that told nothing apart."""
+        """Advice after a comparison that told nothing apart."""
         if self.needed is None:
             return f"give at least {FEWEST} prompts whose answers do not loop"
         more, size = self.needed - self.conversations, f"{max(abs(self.gain), LEAST_GAIN):.1%}"

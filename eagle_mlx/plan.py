@@ -20,7 +20,7 @@ LEAST_CHUNK = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next round drafts for each row: nothing, a chain or tree by a model, or a chain of its own source."""
+    """The draft of each row in the next round: nothing, a chain or tree by a model, or a chain of its own source."""
 
     depth: int  # tokens of a model's chain, or levels of its tree; 0 if no model drafts
     nodes: int = 0  # tokens of a tree; a chain if not more than `depth`
@@ -72,7 +72,7 @@ FORCED = 16
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the proposer and the rows can do in the next round."""
+    """Abilities of the proposer and the rows in the next round."""
 
     trees: bool = False
     early_exit: bool = False

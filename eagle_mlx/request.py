@@ -72,7 +72,7 @@ class Output:
     lossless: bool = True  # false if the request chose `threshold` acceptance, which lets drafts change the text
     forced: int = 0  # accepted tokens that the grammar forced, or guesses between; not among `drafted` and `accepted`
     draft_failures: int = 0
-    """How often the proposer raised when it drafted for this request. After three in a row, it decodes plainly."""
+    """The number of drafts in which the proposer raised. After three in a row, the request decodes plainly."""
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None  # the error message, if the finish reason is `error`
     refused: bool = False  # whether the request itself caused the error, such as a grammar that is too complex

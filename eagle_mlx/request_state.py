@@ -28,7 +28,7 @@ MOST_DRAFT_FAILURES = 3
 
 @dataclass
 class RequestCounts:
-    """What a request has read, drafted and accepted, and its interruptions. For most fields, see `Output`."""
+    """Counts of what a request has read, drafted and accepted, and of interruptions. For most fields, see `Output`."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -73,14 +73,15 @@ class RequestCounts:
 
 
 class ForcedText:
-    """What a grammar forces next, with guesses between: what followed the same token, or forced text, most often."""
+    """Tokens that a grammar forces next, and guesses between: what mostly followed the same token or forced ones."""
 
     def __init__(self) -> None:
         self._length = -1  # of the text seen so far
         self._last = [_ANY_FORCED]  # its newest token, and `_ANY_FORCED` if that was forced
         self._followers = defaultdict[int, Counter[int]](Counter)
-        self.draft, self._forced, self.likely = list[int](), list[bool](), 0
-        """The draft, which of its tokens are forced, and how many are expected to be right; if none is, it is empty."""
+        self.draft, self.likely = list[int](), 0
+        """The draft, and how many of its tokens are expected to be right; if none is, it is empty."""
+        self._forced: list[bool] = []  # of each of its tokens
 
     def look(self, grammar: Grammar, text: Sequence[int], most: int) -> None:
         """Draft up to `most` tokens after a text that continues the previous one, and that the grammar has seen."""
@@ -156,7 +157,7 @@ class RequestState:
 
     @property
     def forced(self) -> ForcedText:
-        """What to draft next because the grammar forces it, up to `FORCED` tokens."""
+        """The tokens to draft next because the grammar forces them, at most `FORCED`."""
         if self.grammar is not None and not self.finish_reason:
             self._forced.look(self.grammar, self.tokens, min(FORCED, self.room))
         return self._forced

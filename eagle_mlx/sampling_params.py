@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
 Rule = Literal["greedy", "coupled", "rejection", "threshold"]
 Drafter = Literal["model", "ngrams", "none"]
-"""What drafts: the proposer's head or draft model, its n-grams, or nothing. Only `none` concerns other proposers."""
+"""A way to draft: the proposer's head or draft model, its n-grams, or nothing. Only `none` concerns other proposers."""
 
 COLDEST = 1e-5  # lower temperatures are greedy, since dividing by them would overflow float32
 MOST_LOGPROBS = 20
@@ -93,14 +93,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, in addition to the model's own end-of-sequence tokens."""
     acceptance: Acceptance = "auto"
-    """How drafts are accepted when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
+    """The rule that accepts drafts when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
 
     `threshold` is **not** lossless: it keeps draft tokens that the target finds likely enough.
     """
     num_speculative_tokens: int | None = None
     """Maximum number of draft tokens per round, if lower than the policy's; 0 drafts none."""
     drafter: Drafter | None = None
-    """What drafts for this request; by default what `Engine.drafter` says. The text is the same."""
+    """The way to draft for this request; by default `Engine.drafter`. The text is the same."""
     memory: bool = True
     """Whether earlier texts of the request's namespace may draft for it, and it for later ones, if there is a memory.
     The text is the same."""

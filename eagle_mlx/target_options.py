@@ -1,4 +1,4 @@
-"""How the target is loaded: flags and settings of every command, named as in mlx-lm."""
+"""Options to load the target: flags and settings of every command, named as in mlx-lm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_A_TEMPLATE = "{"  # every template that shows a message has one; file names 
 
 @dataclass(frozen=True)
 class TargetOptions(Group):
-    """How the target is loaded, as in mlx-lm."""
+    """Options to load the target, as in mlx-lm."""
 
     adapter_path: str = setting("", "LoRA adapters trained with mlx_lm.lora for this target", metavar="DIR")
     trust_remote_code: bool = setting(False, "download and run the model's own code")

@@ -62,7 +62,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was measured of a head, for which target, on what. Names are hub ids, or names without local paths."""
+    """Measurements of a head, with its target and machine. Names are hub ids, or names without local paths."""
 
     date: str
     head: str

@@ -1,4 +1,4 @@
-"""What `eagle-generate` and `eagle-chat` share: settings, and text with accepted draft tokens in another color."""
+"""Common parts of `eagle-generate` and `eagle-chat`: settings, and text with accepted draft tokens in another color."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _parameter(name: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingOptions(Group):
-    """How tokens are sampled, and when the text ends."""
+    """Sampling of tokens, and the end of the text."""
 
     max_tokens: int = _parameter("max_tokens", "maximum new tokens")
     temperature: float = _parameter("temperature", "0 is greedy")

@@ -82,7 +82,7 @@ def bytes_of(gigabytes: float | None) -> int | None:
 
 @dataclass(frozen=True)
 class Speculation(Group):
-    """How tokens are drafted, and how many."""
+    """The way to draft tokens, and how many."""
 
     mode: Mode | None = setting(None, "how to draft (default: with the given head or draft model)", name="spec_decode")
     head: str | None = setting(
@@ -255,7 +255,7 @@ class Speculation(Group):
 
     @property
     def drafter(self) -> Drafter | None:
-        """What drafts by default if both a model and n-grams can."""
+        """The default way to draft if both a model and n-grams can."""
         return None if self.policy == "throughput" else "model"
 
     @property

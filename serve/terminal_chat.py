@@ -47,7 +47,7 @@ Each line of standard input is a turn. Answers go to standard output, everything
 
 @dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """How tokens are sampled, and when an answer ends."""
+    """Sampling of tokens, and the end of an answer."""
 
     max_tokens: int = setting(4096, "maximum new tokens", limit_of("max_tokens"))
 

@@ -183,7 +183,7 @@ class OptimizationConfig(Group):
 
 @dataclass(frozen=True)
 class EvaluationConfig(Group):
-    """How acceptance is measured, by decoding held-out prompts."""
+    """Measuring acceptance, by decoding held-out prompts."""
 
     data: str = setting("", "source of prompts (default: the held-out parts of all --data, in turn)", name="eval_data")
     prompts: int | None = open_number(
@@ -217,7 +217,7 @@ class RunConfig(Group):
 
 @dataclass(frozen=True)
 class TrainConfig(Group):
-    """What a user gives of how a head is trained; None is not given. `kinds.resolve` makes TrainSettings of it.
+    """Settings of a training run as a user gives them; None is not given. `kinds.resolve` makes TrainSettings of them.
 
     Flags, YAML files and saved runs use unique names: `config.evaluation.depth` is `--eval-depth` and `eval_depth`.
     The defaults are common ones for targets of 1 to 30 billion parameters.
@@ -263,7 +263,7 @@ class ChosenOptimization(OptimizationConfig):
 
 
 class TrainSettings(TrainConfig):
-    """What a run uses. None that is left means none: no limit, or what target and head have."""
+    """Settings that a run uses. None that is left means none: no limit, or what target and head have."""
 
     optimization: ChosenOptimization
 

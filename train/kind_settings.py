@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class KindSettings(NamedTuple):
-    """How a kind of head fills and restricts the settings."""
+    """Defaults of a kind of head, and settings that it does not support."""
 
     recipe: str
     """`module:class` in `train/kinds`."""

@@ -24,7 +24,7 @@ from .step import Stepper
 ROWS, LENGTH = 4, 256
 """Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
 _SHARE = 0.5
-"""Of the peak learning rate of a whole run, because these steps are small and the head is trained already."""
+"""Share of a whole run's peak learning rate, because these steps are small and the head is trained already."""
 _WARMUP = 10
 """Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
 

@@ -24,7 +24,7 @@ HIDDEN = -1e9
 
 
 class Inputs(NamedTuple):
-    """What the draft steps of B rows read, at P indices each."""
+    """The input of the draft steps of B rows, at P indices each."""
 
     embeddings: mx.array  # [B, L, Ht] of the tokens 0..L-1
     features: mx.array  # [B, L, H]

@@ -38,7 +38,7 @@ MOST_COUNTED = 500
 
 @dataclass(frozen=True, kw_only=True)
 class FilterOptions(Group):
-    """How to read rows, and which conversations to keep. Duplicates may differ in case and white space."""
+    """Rules to read rows and to keep conversations. Duplicates may differ in case and white space."""
 
     stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
     skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
@@ -63,13 +63,13 @@ class FilterOptions(Group):
 
 @dataclass(frozen=True)
 class DataConfig(FilterOptions):
-    """What to read and what to keep. Raises ConfigError or DataError on creation if a setting or source is invalid.
+    """Sources to read, and rules of what to keep. Raises ConfigError or DataError on creation if one is invalid.
 
     Sources with weights are mixed, so that each has its share at any point, until one runs out.
     """
 
     sources: tuple[str, ...]
-    """As in `SPECS`. Either all or none have weights."""
+    """Sources as in `SPECS`. Either all or none have weights."""
     map: tuple[str, ...] = ()
     """Field names: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
     limit: int | None = None

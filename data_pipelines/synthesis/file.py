@@ -29,7 +29,7 @@ TRIES_A_ROW = 20
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many rows or tokens to make. Raises ConfigError on creation unless exactly one is given."""
+    """The number of rows or tokens to make. Raises ConfigError on creation unless exactly one is given."""
 
     rows: int = 0
     tokens: int = 0

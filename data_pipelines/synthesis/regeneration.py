@@ -40,7 +40,7 @@ class RegenerateReport(Counts):
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """How to generate answers. With a seed, answers depend only on it and on the conversation."""
+    """Settings to generate answers. With a seed, answers depend only on it and on the conversation."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     """The seed is mixed with conversation and turn. Without a seed, sampled answers differ between runs."""

@@ -84,7 +84,8 @@ class RowLengths:
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
         """Accept `count` new entries: an int for all rows, or [B] int32 with `at_most` as upper bound."""
         self._memo.clear()
-        self.valid, self.branches, self.blocks = None, None, ()
+        self.valid = self.branches = None
+        self.blocks = ()
         self.uniform = self.uniform and isinstance(count, int)
         self._offset = None if self.uniform else self.offset + count
         most = count if isinstance(count, int) else at_most

@@ -127,7 +127,8 @@ class Admission:
     ):
         self.target, self.proposer = target, proposer
         self.chunk, self.kv_bits = chunk, kv_bits
-        self.budget, self.prefixes, self.collector = budget, prefixes, collector
+        self.budget, self.prefixes = budget, prefixes
+        self.collector = collector
         self.waiting = RequestQueue(self._held)
         self.to_pause: list[RequestState] = []
         self._seconds, self._speed = prefill_ms / 1000, 0.0

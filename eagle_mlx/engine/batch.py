@@ -59,8 +59,8 @@ class Batch:
         collector: Collector | None = None,
     ):
         """`past`: the cached prefix of a single request's prompt. The batch takes ownership of it."""
-        self.target, self.proposer, self.collector = target, proposer, collector
-        self.requests = list(requests)
+        self.target, self.proposer = target, proposer
+        self.requests, self.collector = list(requests), collector
         texts = [request.text for request in requests]
         self.cache = past.cache if past else RaggedCache.of(target.model, len(texts), kv_bits)
         self.cache.lengths.shift([positions_shift(request.request.images) for request in requests])

@@ -125,9 +125,11 @@ class Engine:
         check_cacheable(target.model, max_batch, kv_bits)
         proposer = None if proposer is None else _bound(proposer, target)
         self.target, self.proposer = target, proposer
-        self.max_batch, self.drafter, self.observer = max_batch, drafter, observer
-        """You may change these between steps."""
-        self.prefill_chunk, self.kv_bits, self.exact, self.collector = prefill_chunk, kv_bits, exact, collector
+        self.max_batch = max_batch
+        self.drafter, self.observer = drafter, observer
+        """You may change these, and `max_batch`, between steps."""
+        self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
+        self.exact, self.collector = exact, collector
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
@@ -166,7 +168,7 @@ class Engine:
 
     @property
     def draft_failures(self) -> int:
-        """How often the proposer raised when it drafted."""
+        """The number of drafts in which the proposer raised."""
         return self.runner.draft_failures
 
     @property

@@ -69,7 +69,7 @@ class Collect:
 
 
 Work = Pause | Admit | Read | Move | Decode | Collect
-"""What the engine does next. `touches` are the requests that end with an error if it fails."""
+"""The next thing that the engine does. `touches` are the requests that end with an error if it fails."""
 
 
 class Runner:

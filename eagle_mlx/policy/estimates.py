@@ -1,4 +1,4 @@
-"""What a policy learns: the share of draft tokens that are accepted, and the seconds of rounds."""
+"""Estimates of a policy: the share of draft tokens that are accepted, and the seconds of rounds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class AcceptanceByRank(_Shares):
 
 
 class ConfidenceCalibration(_Shares):
-    """How often the next token of a chain was accepted, by the confidence that an early exit compares. Confidences only
+    """The acceptance of a chain's next token, by the confidence that an early exit compares. Confidences only
     need to rise with acceptance. At first, they are taken as acceptance."""
 
     _BINS = 10

@@ -58,7 +58,7 @@ class HeadPiece:
 
 
 class ProposerState(ABC):
-    """What a proposer keeps of a batch's rows. Methods that are not abstract have defaults that do nothing."""
+    """A proposer's state for a batch's rows. Methods that are not abstract have defaults that do nothing."""
 
     def enter(self, namespaces: Sequence[str | None]) -> None:
         """Say of which namespaces earlier texts may draft for the rows, which have just been opened; None: of none."""
@@ -131,7 +131,7 @@ class Proposer(ABC):
     aux_layers: tuple[int, ...] = ()
     """Target layers, counted from 0, whose outputs `observe` needs."""
     abilities = Abilities()
-    """What this proposer can draft besides chains of fixed depth."""
+    """The drafts that this proposer can make besides chains of fixed depth."""
     movable = False
     """Whether its states have `take`, so that rows can move between two batches. Otherwise all stay in one."""
     is_positional = True

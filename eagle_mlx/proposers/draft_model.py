@@ -81,7 +81,7 @@ class DraftModelProposer(Proposer):
 
 @dataclass
 class _RowText:
-    """What the draft model has read of one row."""
+    """The text that the draft model has read of one row."""
 
     unread: list[int]  # the newest tokens, not yet in the cache
     read: int = 0  # number of the row's tokens in the cache

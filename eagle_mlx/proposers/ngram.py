@@ -41,8 +41,8 @@ class NgramProposer(Proposer):
         """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order."""
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
-        self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
-        self.memory = memory
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.prompt_lookup, self.memory = prompt_lookup, memory
 
     def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
         rows = [NgramRow(self) for _ in prompts]
@@ -75,7 +75,7 @@ class NgramRow:
 
     @property
     def match(self) -> list[int]:
-        """What is likely to follow, at most 16 tokens; empty without a match."""
+        """The likely next tokens, at most 16; empty without a match."""
         new, self._new = self._new, []
         for tokens in new:
             self._own.add(tokens)

@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before, in the same text or in others, and what followed them.
+"""An index of earlier places of a text's last tokens, in the same text or in others, and of what followed them.
 
 Most tokens are in blocks, sorted so that the places with the longest common suffix stand together: a suffix array
 (Manber and Myers 1990) of the text read backward, made by prefix doubling. The newest tokens are searched as bytes.

@@ -60,7 +60,11 @@ def follow(target: Target, channel: Channel) -> None:
 
     Raises RanksError if the connection is lost.
     """
-    signal.signal(signal.SIGTERM, lambda *_: setattr(channel, "shall_stop", True))
+
+    def stop(*_: object) -> None:
+        channel.shall_stop = True
+
+    signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all ranks; rank 0 decides
     follower = Follower(target)
     try:

@@ -1,4 +1,4 @@
-"""What a forward over a chunk of a prompt with images reads."""
+"""The input of a forward over a chunk of a prompt with images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle_mlx.vision.spans import ImageSpan
 
 @dataclass(frozen=True)
 class ImageInput:
-    """What a forward over tokens [1, L] of a prompt with images reads besides the tokens."""
+    """The input of a forward over tokens [1, L] of a prompt with images, besides the tokens."""
 
     tokens: mx.array  # [1, L] int32, 0 for those of images, which have no embeddings of layers either
     embeddings: mx.array  # [1, L, H], in place of the tokens' own

@@ -27,7 +27,7 @@ from eagle_mlx.vision.spans import ImageTokens, expanded, filled
 
 @dataclass(frozen=True)
 class Family:
-    """How mlx-vlm reads the images of a type of model."""
+    """The way in which mlx-vlm reads the images of a type of model."""
 
     processor: str  # the class in mlx-vlm that prepares images
     placeholder: str = "image_token"  # its attribute with the text that means an image

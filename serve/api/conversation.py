@@ -1,4 +1,4 @@
-"""What the Messages and Responses APIs share: translating to Chat Completions, and answers written part by part."""
+"""Common parts of the Messages and Responses APIs: translating to Chat Completions, and answers part by part."""
 
 from __future__ import annotations
 

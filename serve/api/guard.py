@@ -34,9 +34,9 @@ class KeyGuard:
         if scope["type"] != "http" or self._admits(scope):
             await self.app(scope, receive, send)
             return
-        client, said = scope.get("client") or ("unknown", 0), "the API key is missing or wrong"
-        log.warning("refused with 401: %s; client %s", said, client[0])
-        refusal = ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        client, message = scope.get("client") or ("unknown", 0), "the API key is missing or wrong"
+        log.warning("refused with 401: %s; client %s", message, client[0])
+        refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:

@@ -18,7 +18,7 @@ from .errors import ApiError, client_gone
 from .options import Limits
 
 _LINGERING = 8
-"""How much of an oversized body to read and drop, as a multiple of the limit: clients send before they read."""
+"""The part of an oversized body to read and drop, as a multiple of the limit: clients send before they read."""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

@@ -273,7 +273,7 @@ class MessageAnswer(PartsAnswer):
         self._body, thinking = pending.body, pending.body.thinking
         self._hides_thoughts = thinking is not None and thinking.display == "omitted"
         self._signature = f"sig_{self.call.id}"
-        """Of a thinking block. Clients require one to send the block back; it proves nothing."""
+        """The signature of a thinking block. Clients require one to send the block back; it proves nothing."""
 
     def ended(self, output: Output) -> dict[str, Any]:
         content = [self._block(part) for part in self.parts]

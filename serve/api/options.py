@@ -68,7 +68,7 @@ class Limits(Group):
 
 @dataclass(frozen=True)
 class Settings(Group):
-    """How a server treats requests, and who may send them."""
+    """A server's treatment of requests, and who may send them."""
 
     api_key: str | None = setting(
         None,
@@ -197,7 +197,7 @@ class LoadConfig(Group):
 
 @dataclass(frozen=True)
 class ServeOptions(Group):
-    """What a user gave: the models, the address to listen at, and the settings of server and model."""
+    """The user's choices: the models, the address to listen at, and the settings of server and model."""
 
     check: bool = setting(False, "compare 16 tokens with and without drafts, and exit")
     models: Path | None = setting(

@@ -38,10 +38,10 @@ class AdminRequest(Body):
 
 
 class SpeculationRequest(AdminRequest):
-    """How a loaded model drafts from the next round on. Fields that are not given stay as they are."""
+    """A loaded model's drafting from the next round on. Fields that are not given stay as they are."""
 
     spec_decode: Mode | Literal["auto"] | None = None
-    """As in a request; `auto` uses everything that is loaded, as the policy allows."""
+    """A mode as in a request; `auto` uses everything that is loaded, as the policy allows."""
     num_speculative_tokens: int | None = Field(None, ge=1, le=256)
     spec_policy: PolicyName | None = None
 

@@ -72,7 +72,7 @@ def _checked(name: str, config: LoadConfig) -> bool:
 
 
 _SWITCH_SECONDS = 0.001
-"""How long the engine and the event loop wait for a thread that parses or renders; Python's default is 0.005."""
+"""Seconds that the engine and the event loop wait for a thread that parses or renders; Python's default is 0.005."""
 
 
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:

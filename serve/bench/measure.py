@@ -47,7 +47,7 @@ TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
 
 @dataclass(frozen=True)
 class TextComparison:
-    """How one mode's continuations compare with the reference's, counted by prompt."""
+    """A comparison of one mode's continuations with the reference's, counted by prompt."""
 
     identical: int = 0
     excused: int = 0

@@ -30,7 +30,7 @@ RANDOM = "random"  # the value of `--head` for random weights: the worst case
 
 @dataclass(frozen=True)
 class BenchConfig(Group):
-    """How to measure."""
+    """The way to measure."""
 
     max_tokens: int = setting(128, "maximum number of new tokens", AT_LEAST_1)
     temperature: float = 0.0
@@ -64,7 +64,7 @@ class BenchConfig(Group):
 
 @dataclass(frozen=True)
 class BenchOptions(Group):
-    """What to measure, and on what."""
+    """The modes to measure, and the prompts."""
 
     target: str | None = setting(None, speculation.TARGET_HELP, metavar="MODEL")
     head: str | None = setting(

@@ -47,7 +47,7 @@ class BudgetedThought:
 
     @property
     def free_tokens(self) -> int:
-        """How many of the next tokens may be any."""
+        """The number of next tokens that may be any."""
         if self._inner is not None:
             return 0
         state = self._states[-1]

@@ -238,7 +238,7 @@ def _json_or(parse_tags: BodyParser) -> BodyParser:
 
 @dataclass(frozen=True)
 class Notation:
-    """How calls are written between their tags."""
+    """A notation of calls between their tags."""
 
     parse: BodyParser
     lead: str  # a pattern that every body's beginning matches; `NAMES` stands for the names of offered functions

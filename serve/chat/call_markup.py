@@ -57,7 +57,8 @@ class _MarkupReader:
     """Reads one body. Each mark is visited once."""
 
     def __init__(self, markup: Markup, body: str, offer: Offer, final: bool):
-        self._markup, self._body, self._offer, self._final = markup, body, offer, final
+        self._markup, self._body = markup, body
+        self._offer, self._final = offer, final
         parts = {"function": markup.function, "function_end": markup.function_end}
         parts |= {"parameter": markup.parameter, "parameter_end": markup.parameter_end}
         pattern = "|".join(f"(?P<_{kind}>{part or '(?!)'})" for kind, part in parts.items())

@@ -133,7 +133,8 @@ class MatcherGrammar:
     """
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, vocab_size: int, ends: frozenset[int]):
-        self._matcher, self._tokenizer, self._vocab, self._ends = matcher, tokenizer, vocab_size, ends
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._vocab, self._ends = vocab_size, ends
 
     def mask(self) -> mx.array:
         return mx.array(self._allowed(self._matcher.deep_copy()))

@@ -43,7 +43,8 @@ class Grammars:
     """
 
     def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
-        self._format, self._vocab, self._ends = format, vocab_size, frozenset(eos_token_ids)
+        self._format, self._vocab = format, vocab_size
+        self._ends = frozenset(eos_token_ids)
         self._tokenizer: Any = format.tokenizer
         self.tokenizer = cache(self._read_tokenizer)
         self._vetted = lru_cache(_MOST_KEPT)(self._vet)

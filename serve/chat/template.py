@@ -142,7 +142,7 @@ def without_billing_header(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model's chats are written, and how it tags reasoning and calls."""
+    """A model's notation of chats, and its tags of reasoning and calls."""
 
     tokenizer: TokenizerWrapper
     thoughts: AnswerStates

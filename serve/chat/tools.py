@@ -90,7 +90,7 @@ def whole_calls(pieces: Iterable[ToolCall | None]) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls with JSON arguments, for grammars and prompts.
+    """A model's notation of calls with JSON arguments, for grammars and prompts.
 
     A call is `name`, the function's name, `arguments`, its arguments, `end`. It follows the opening tag `start`, or
     another call and `inner`; None if tags hold one call. The closing tag is `last`. `outer` is the text between two

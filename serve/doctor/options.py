@@ -16,7 +16,7 @@ PRINT = "-"
 
 @dataclass(frozen=True)
 class DoctorOptions(Group):
-    """What to measure."""
+    """The things to measure."""
 
     shape: str | None = setting(
         None,

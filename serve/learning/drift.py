@@ -15,7 +15,11 @@ class DriftDetector:
     """A one-sided cumulative sum over values, such as tokens per target forward of each request."""
 
     def __init__(self) -> None:
-        self._count, self._mean, self._squares, self._sum = 0, 0.0, 0.0, 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._count, self._mean = 0, 0.0
+        self._squares, self._sum = 0.0, 0.0
 
     def falls(self, value: float) -> bool:
         """Add a value; return whether the values have fallen. Then the next ones are the new past."""
@@ -29,5 +33,5 @@ class DriftDetector:
         self._sum = max(0.0, self._sum + (self._mean - value) / deviation - _SLACK)
         if self._sum <= _LIMIT:
             return False
-        self._count, self._mean, self._squares, self._sum = 0, 0.0, 0.0, 0.0
+        self._restart()
         return True

@@ -90,7 +90,8 @@ class Learner:
         assert options.folder is not None
         assert speculation.head is not None
         self.folder, self._share = options.folder.expanduser(), options.share
-        self._target, self._serving, self._speculation = target, serving, speculation
+        self._target, self._speculation = target, speculation
+        self._serving = serving
         serving.bind(target)
         first = load_found(speculation.head, target)
         identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest_of(first)}
@@ -112,7 +113,8 @@ class Learner:
         keeps = _keeps(options.redact, target)
         self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, keeps=keeps)
         self._rng = np.random.default_rng(0)
-        self._drift, self._rarity, self._new_tokens = DriftDetector(), 1, 0
+        self._drift = DriftDetector()
+        self._rarity, self._new_tokens = 1, 0
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
         self._credit, self._failures = 0.0, 0

@@ -15,7 +15,7 @@ LEARN_GB = 4.0
 
 @dataclass(frozen=True)
 class LearnOptions(Group):
-    """How the head learns from what the server answers."""
+    """Learning of the head from the server's answers."""
 
     folder: Path | None = setting(
         None,

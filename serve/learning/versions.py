@@ -28,7 +28,7 @@ Outcome = Literal["took over", "not better", "rolled back"]
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a candidate or of a version, and by which figures."""
+    """The fate of a candidate or of a version, and the figures that decided it."""
 
     outcome: Outcome
     version: int

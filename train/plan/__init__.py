@@ -1,4 +1,4 @@
-"""What a run needs: a lower bound before the target is loaded, measured steps afterward, and recipes."""
+"""The needs of a run: a lower bound before the target is loaded, measured steps afterward, and recipes."""
 
 from .batch_size import BatchSizePlan, batches_for, typical
 from .dry_run import plan_of

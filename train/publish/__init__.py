@@ -19,7 +19,7 @@ _FIGURES = "output of eagle-bench --json; repeatable, for several sets of prompt
 
 @dataclass(frozen=True)
 class CardOptions(Group):
-    """What the model card says."""
+    """Facts for the model card."""
 
     license: str | None = setting(None, _LICENSE, metavar="ID")
     license_name: str | None = setting(None, "with --license other: its name")
@@ -30,7 +30,7 @@ class CardOptions(Group):
 
 @dataclass(frozen=True)
 class UploadOptions(Group):
-    """How to upload."""
+    """The upload itself."""
 
     dry_run: bool = setting(False, "show the files and the card, without the network")
     private: bool = setting(False, "make the repository private (default: public)")

@@ -50,7 +50,7 @@ class HeadFiles:
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """What this project's writers stored in the config."""
+        """Fields that this project's writers stored in the config."""
         return self.config.get("eagle_mlx") or {}
 
     @property

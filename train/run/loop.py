@@ -77,7 +77,8 @@ class Run:
         prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError if there are no batches.
         """
         self.config, self.watch = setup.config, setup.watch
-        self._setup, self.batches, self._adaptation = setup, setup.batches(data), setup.adaptation
+        self._setup, self._adaptation = setup, setup.adaptation
+        self.batches = setup.batches(data)
         saved, target, measuring = setup.saved, setup.target, setup.config.evaluation
         if setup.head is None:
             self.head = new_head(target, data, self.config, begin=saved is None)

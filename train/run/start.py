@@ -1,4 +1,4 @@
-"""What a run has before its first step: the head, the other processes, and what writes to its folder."""
+"""The beginning of a run, before its first step: the head, the other processes, and what writes to its folder."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def run_worker(
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has before its first data."""
+    """The parts of a run before its first data."""
 
     target: Target
     config: TrainSettings

@@ -17,7 +17,7 @@ from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape
 
 WindowStart = Literal["slot", "anchor", "around"]
-"""Where an attention window is: it ends at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor,
+"""The end of an attention window: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor,
 the same for all slots and without a limit within the block (speculators), or it reaches as many positions as it is long
 to either side of each slot (Muse Glimmer)."""
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -94,7 +94,7 @@ class BlockConfig(LayerShape):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Which context positions and slots each slot sees in one layer."""
+    """The context positions and slots that each slot sees in one layer."""
 
     window: int | None
     causal: bool

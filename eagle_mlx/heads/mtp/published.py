@@ -46,7 +46,7 @@ ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
 """Architectures whose published norms multiply by one plus their weight."""
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _PREFIXES = ("", "mtp.", "language_model.mtp.")
-"""What may precede a layer's name in the config, which may be a copy of the model's."""
+"""Prefixes of a layer's name in the config, which may be a copy of the model's."""
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # layers that mlx-lm quantizes in 8 bits whatever the others have
 
 
