@@ -44,9 +44,10 @@ class UnreachableError(EagleError):
 def resolve(name: str | Path, code: bool = False) -> Path:
     """Return the local folder of a model: an existing folder, or the hub's cache, to which the model is fetched.
 
-    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. A head is fetched at its revision in `KNOWN_HEADS`, if one is
-    recorded. PyTorch files are fetched only if there are no safetensors, Python files only with `code`. Raises
-    EagleError if the name is not a folder and the hub has no such model, denies access or cannot be reached.
+    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. A head in `KNOWN_HEADS` is fetched at its revision there; if
+    none is recorded, it stays as it was fetched first. PyTorch files are fetched only if there are no safetensors,
+    Python files only with `code`. Raises EagleError if the name is not a folder and the hub has no such model, denies
+    access or cannot be reached.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -78,25 +79,29 @@ def weight_files(folder: Path) -> list[Path]:
 
 @cache
 def recorded_revisions() -> dict[str, str]:
-    """Return the revisions in the table of published heads, by hub id in lower case."""
+    """Return the revisions in the table of published heads, which may be `UNKNOWN`, by hub id in lower case."""
     table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
-    heads = (head for heads in table.values() for head in heads)
-    return {head["head"].lower(): head["revision"] for head in heads if head["revision"] != UNKNOWN}
+    return {head["head"].lower(): head["revision"] for heads in table.values() for head in heads}
 
 
 def _revision(repo: str) -> str | None:
-    return recorded_revisions().get(repo.lower())
+    """Return the commit of a published head: the recorded one, else the one that was fetched first; None for others."""
+    if (revision := recorded_revisions().get(repo.lower())) != UNKNOWN:
+        return revision
+    config = huggingface_hub.try_to_load_from_cache(repo, "config.json")
+    return Path(config).parent.name if isinstance(config, str) else None
 
 
-def license_and_size(repo: str) -> tuple[str, str]:
-    """Ask the hub for a repository's license and the size of its weights, in words; either may be `UNKNOWN`."""
+def about_weights(repo: str) -> tuple[str, str, str]:
+    """Ask the hub for a repository's license, the size of its weights, and its commit; each may be `UNKNOWN`."""
     with suppress(EagleError), _asking(repo, repo, repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))
         weights = next(filter(None, of_kinds), 0)
-        return (info.card_data and info.card_data.license) or UNKNOWN, f"{weights / 1e9:.2f} GB" if weights else UNKNOWN
-    return UNKNOWN, UNKNOWN
+        size = f"{weights / 1e9:.2f} GB" if weights else UNKNOWN
+        return (info.card_data and info.card_data.license) or UNKNOWN, size, info.sha or UNKNOWN
+    return UNKNOWN, UNKNOWN, UNKNOWN
 
 
 def quick_file(repo: str, file: str) -> Path:

@@ -32,7 +32,7 @@ MORE = {
     "eagle_mlx/cache": "cache cache_buffers prefix_cuts prefix_files kv_budget tree",
     "eagle_mlx/decoding": "verify sampling filters tree processors noise",
     "eagle_mlx/engine": "engine groups grouping schedule pauses kv_budget prefix failing_steps prompts_in_turns",
-    "eagle_mlx/engine/disk": "prefix_disk prefix_files prefix_identity prefix_database",
+    "eagle_mlx/engine/disk": "prefix_disk prefix_files prefix_identity",
     "eagle_mlx/policy": "policy throughput_policy",
     "eagle_mlx/proposers": "proposers hostile_proposers draft_model growth heads blocks penalized_drafts",
     "eagle_mlx/heads": "heads heads_golden formats_kinds logits blocks blocks_golden peagle quantized_heads",

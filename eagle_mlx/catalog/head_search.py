@@ -257,16 +257,16 @@ def known_heads() -> tuple[KnownHead, ...]:
 
 
 def fetch_notice(name: str | Path) -> str | None:
-    """Return one line with the license and size of a head that `load_found` would fetch; None if it is here."""
+    """Return one line with license, size and commit of a head that `load_found` would fetch; None if it is here."""
     repo = hub.hub_id(name)
     if repo is None or Path(name).expanduser().is_dir() or hub.cached(repo) is not None:
         return None
-    license_id, size = hub.license_and_size(repo)
+    license_id, size, commit = hub.about_weights(repo)
     for head in known_heads():
         if head.head.lower() == repo.lower():
             license_id = head.license if license_id == hub.UNKNOWN else license_id
             size = head.size if size == hub.UNKNOWN else size
-    return f"fetching {repo}: license {license_id}, size {size}"
+    return f"fetching {repo}: license {license_id}, size {size}, revision {commit}"
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: 
     assert isinstance(proposer, em.HeadProposer)
     assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
     assert said == [
-        f"head: fetching {HEAD}: license mit, size 0.00 GB",
+        f"head: fetching {HEAD}: license mit, size 0.00 GB, revision {online.repos[HEAD].sha}",
         f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown",
     ]
 
@@ -211,29 +212,50 @@ def test_license_and_size_are_printed_before_a_head_is_fetched(
         with pytest.raises(EagleError) if command == "--head" else nullcontext():
             said = "\n".join(chosen(target, TARGET, head=HEAD if command == "--head" else AUTO)[2])
         said = capsys.readouterr().err if command == "--head" else said
-    assert f"fetching {HEAD}: license mit, size 0.02 GB" in said
+    assert f"fetching {HEAD}: license mit, size 0.02 GB, revision {online.repos[HEAD].sha}" in said
     names = [request.rpartition("/")[2] for request in online.requests]
     assert names.index("tiny-eagle3") < names.index("model.safetensors"), "asked for before the download"
 
 
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that makes a table of published heads with this revision of the head."""
+
+    def write(revision: str) -> None:
+        table = tmp_path / "known_heads.yaml"
+        table.write_text(f"heads: {{{TARGET}: [{{head: {HEAD}, revision: {revision}}}]}}")
+        monkeypatch.setattr(hub, "KNOWN_HEADS", table)
+        hub.recorded_revisions.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    hub.recorded_revisions.cache_clear()
+
+
 def test_a_recorded_revision_is_fetched_and_no_other(
-    models: Path, online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, online: hub_server.Hub, record: Callable[[str], None]
 ) -> None:
     online.put(HEAD, files_of(models / "head"))
     commit = online.repos[HEAD].sha
-    table = tmp_path / "known_heads.yaml"
-    table.write_text(f"heads: {{{TARGET}: [{{head: {HEAD}, revision: {commit}}}]}}")
-    monkeypatch.setattr(hub, "KNOWN_HEADS", table)
-    hub.recorded_revisions.cache_clear()
-    try:
-        assert hub.resolve(HEAD).name == commit
-        assert hub.cached(HEAD) == hub.resolve(HEAD)
-    finally:
-        monkeypatch.undo()
-        hub.recorded_revisions.cache_clear()
+    record(commit)
+    assert hub.resolve(HEAD).name == commit
+    assert hub.cached(HEAD) == hub.resolve(HEAD)
     paths = [request for request in online.requests if "/resolve/" in request]
     assert paths
     assert all(f"/resolve/{commit}/" in path for path in paths)
+
+
+def test_a_head_without_a_recorded_revision_stays_as_it_was_fetched_first(
+    models: Path, online: hub_server.Hub, record: Callable[[str], None]
+) -> None:
+    online.put(HEAD, files_of(models / "head"))
+    record(hub.UNKNOWN)
+    first = hub.resolve(HEAD)
+    assert first.name == online.repos[HEAD].sha
+    online.repos[HEAD].commits.append("another head under the same name")
+    online.requests.clear()
+    assert hub.resolve(HEAD) == hub.cached(HEAD) == first
+    assert not [request for request in online.requests if "/resolve/main/" in request]
 
 
 def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
