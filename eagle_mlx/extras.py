@@ -24,9 +24,12 @@ def module_of(package: str) -> str:
     return "mlx.data" if package == "mlx-data" else package.replace("-", "_")
 
 
-def require(what: str, extra: str) -> None:
-    """Raise ConfigError, with the line to type, if packages of an extra are not installed; `what` needs them."""
-    missing = [name for name in packages_of(extra) if not _installed(module_of(name))]
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise ConfigError, with the line to type, if packages of an extra are not installed that `what` needs.
+
+    packages: those that it needs, by default all.
+    """
+    missing = [name for name in packages or packages_of(extra) if not _installed(module_of(name))]
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "

@@ -90,7 +90,7 @@ class DecodingOptions(Group):
         from .remembered import remember
 
         if self.thinking_budget is not None:
-            require("--thinking-budget", "serve")
+            require("--thinking-budget", "serve", "llguidance")
         name, speculation = self.speculation.for_target(self.target)
         self.say(f"blas: {blas.activate()}")
         with loading(name):

@@ -136,7 +136,7 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     [
         (["pydantic"], {"eagle-train --target missing": ("pydantic", "eagle-train")}),
         (
-            ["wandb", "matplotlib", "datasets", "llguidance"],
+            ["wandb", "matplotlib", "datasets", "llguidance", "fastapi", "sse_starlette"],
             {
                 "eagle-train --target missing --wandb": ("wandb", "--wandb"),
                 "eagle-train report checkpoints/head --plot x.png": ("matplotlib", "eagle-train report --plot"),
