@@ -166,15 +166,32 @@ def known_flags() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda p: p.name)
-def test_examples_of_commands_use_flags_that_exist(page: Path) -> None:
-    known = known_flags()
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        for command, rest in re.findall(r"(eagle-[a-z]+) +([^#]*)", re.sub(r"'[^']*'", "text", line)):
-            section = f"{command} {rest.split()[0]}" if rest.split() else command
-            flags = known.get(section, known.get(command, set()))
-            assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)) <= flags, line
+FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
+
+def commands_on(page: Path) -> list[str]:
+    """Return the lines of a page's blocks and its inline code, but for commands of earlier states of the project."""
+    text, block = page.read_text(encoding="utf-8"), r"^ *```\w*\n(.*?)^ *```"
+    blocks = "\n".join(re.findall(block, text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    inline = re.findall(r"`([^`\n]+)`", re.sub(block, "", text, flags=re.MULTILINE | re.DOTALL))
+    lines = [line for line in blocks.splitlines() if "# of the state before" not in line]
+    return [re.sub(r"'[^']*'|\"[^\"]*\"", "text", line) for line in [*lines, *inline]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_commands_on_a_page_exist_and_have_their_flags(page: Path) -> None:
+    """Our commands with their subcommands, scripts of the repository, and targets of make."""
+    targets = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for line in commands_on(page):
+        for command, rest in re.findall(r"(?<![\w/.-])(eagle-[a-z]+)\b(?![-:])([^#|;&)]*)", line):
+            section = " ".join([command, *rest.split()[:1]])
+            flags = known_flags().get(section, known_flags().get(command, set()))
+            assert set(FLAG.findall(rest)) <= {*flags, "--help", "--version"}, line
+        for script, rest in re.findall(r"python3? ((?:[\w/-]+/)[\w-]+\.py)\b([^#|;&]*)", line):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            assert [flag for flag in FLAG.findall(rest) if f'"{flag}"' not in source] == [], line
+        for target in re.findall(r"(?:^|[\s;&])make ([a-z][a-z-]+)\b", line):
+            assert target in targets, line
 
 
 # README's commands, in order
