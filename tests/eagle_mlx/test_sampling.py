@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.decoding.noise import uniform_noise
 from eagle_mlx.decoding.sampling import (
+    Logprobs,
     SamplingBatch,
     Stream,
     distribution,
@@ -343,3 +344,15 @@ def test_logprobs_bring_no_more_tokens_to_the_host_than_were_requested(top: int)
     np.testing.assert_allclose(chosen, np.take_along_axis(expected, np.array(tokens)[..., None], -1)[..., 0], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-expected, axis=-1)[..., :top])
     np.testing.assert_allclose(values, -np.sort(-expected, axis=-1)[..., :top], atol=1e-5)
+
+
+def test_logprobs_are_computed_for_the_rows_and_the_tokens_that_were_requested() -> None:
+    logits = mx.array(np.random.default_rng(0).normal(size=(3, 2, 50)), mx.float32)
+    tokens = mx.array([[1, 2], [3, 4], [5, 6]])
+    params = [SamplingParams(), SamplingParams(logprobs=True, top_logprobs=4), SamplingParams(logprobs=True)]
+    computed = Logprobs.of(params, logits, tokens)
+    assert [array.shape for array in computed.arrays] == [(2, 2), (2, 2, 4), (2, 2, 4)]
+    scores = computed.read([[1, 2], [3, 4], [5]])
+    assert {row: [len(score.top) for score in own] for row, own in scores.items()} == {1: [4, 4], 2: [0]}
+    assert [score.token for score in scores[2]] == [5]
+    assert Logprobs.of(params[1:], logits[1:], tokens[1:]).arrays[0].shape == (2, 2)
