@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,18 @@ from eagle_mlx.attention import tiled
 from eagle_mlx.cpu import SharedAngles
 
 
-class Hook:
+if TYPE_CHECKING:
+
+    class _Hooked(nn.Module):
+        """The class of a hooked module, which comes after the hooks."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    _Hooked = object
+
+
+class Hook(_Hooked):
     """The base class of all hooks. A copied or pickled module has none."""
 
     _original: type
@@ -84,7 +95,7 @@ def _hooked(original: type, hooks: frozenset[type[Hook]]) -> type:
     for hook in sorted(hooks, key=lambda hook: (hook is not AttendsInTiles, hook.__name__)):
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         kind = type(original.__name__, (hook, kind), {**names, **hook.methods(kind)})
-    kind._original, kind._hooks = original, hooks  # type: ignore[attr-defined]
+    kind._original, kind._hooks = original, hooks  # type: ignore[attr-defined]  # mypy does not know made classes
     return kind
 
 
@@ -152,9 +163,9 @@ class RecordsOutput(Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recording = _RUNNING.get()
         if recording is None:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         module, value = recording.given
-        out = value if module is self else super().__call__(*args, **kwargs)  # type: ignore[misc]
+        out = value if module is self else super().__call__(*args, **kwargs)
         recording.outputs[id(self)] = hidden = out[0] if isinstance(out, tuple) else out
         if id(self) in recording.starts:
             mx.async_eval(hidden)
@@ -165,7 +176,7 @@ class AddsFeatures(Hook):
     """A layer to whose output an image's features are added. `RecordsOutput` records the sum."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out, recording = super().__call__(*args, **kwargs), _RUNNING.get()  # type: ignore[misc]
+        out, recording = super().__call__(*args, **kwargs), _RUNNING.get()
         return out + recording.added[id(self)] if recording is not None and id(self) in recording.added else out
 
 
@@ -177,7 +188,7 @@ class RecordsInput(Hook):
         if recording is not None:
             recording.hidden = x
             recording.norms += 1
-        return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        return super().__call__(x, *args, **kwargs)
 
 
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
@@ -207,11 +218,11 @@ class PlacesOneByOne(Hook):
     """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each."""
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
-        plain: Any = super().__call__  # type: ignore[misc]
+        plain: Any = super().__call__
         if not isinstance(offset, mx.array) or offset.ndim < 2:
             recording = _RUNNING.get()
             shared = recording.angles if recording is not None and not (args or kwargs) else None
-            cached = shared.rotated(self, plain, x, offset) if shared is not None else None  # type: ignore[arg-type]
+            cached = shared.rotated(self, plain, x, offset) if shared is not None else None
             out: mx.array = plain(x, offset, *args, **kwargs) if cached is None else cached
             return out
         rows, count = offset.shape
@@ -226,7 +237,7 @@ class RotatesByAxes(Hook):
     """A RoPE module whose pairs of numbers may be at positions of their own axes (M-RoPE)."""
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
-        plain: Any = super().__call__  # type: ignore[misc]
+        plain: Any = super().__call__
         recording = _RUNNING.get()
         if recording is None or recording.axis_of is None:
             return cast(mx.array, plain(x, offset, *args, **kwargs))
@@ -262,7 +273,7 @@ class BoundedTable(Hook):
     """An embedding that clamps its indices to its size."""
 
     def __call__(self, positions: mx.array) -> Any:
-        return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
+        return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))
 
 
 # Attention over tiles of a prompt's queries, on a CPU.
@@ -352,22 +363,22 @@ class KeepsProjection(Hook):
     """A linear projection in a layer whose call may be repeated."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        plain: Any = super().__call__  # type: ignore[misc]
+        plain: Any = super().__call__
         project = _PROJECT.get()
-        return plain(x) if project is None else project(self, lambda: plain(x))  # type: ignore[arg-type]
+        return plain(x) if project is None else project(self, lambda: plain(x))
 
 
 class NotesCalls(Hook):
     """A layer that notifies the cache in its arguments of each call, which may be repeated."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain: Any = super().__call__  # type: ignore[misc]
+        plain: Any = super().__call__
         listener = next((x for x in (*args, *kwargs.values()) if isinstance(x, CallListener)), None)
         projections = listener.note(plain, args, kwargs) if listener is not None else None
         if projections is None:
             return plain(*args, **kwargs)
-        for module in self.modules():  # type: ignore[attr-defined]
+        for module in self.modules():
             if isinstance(module, nn.Linear | nn.QuantizedLinear) and not isinstance(module, KeepsProjection):
-                Hooks.of(self).add(module, KeepsProjection)  # type: ignore[arg-type]
+                Hooks.of(self).add(module, KeepsProjection)
         with projections.recording():
             return plain(*args, **kwargs)

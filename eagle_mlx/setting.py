@@ -165,7 +165,7 @@ def groups_of(group: type[Group]) -> Mapping[str, type[Group]]:
 
 def settings_of(group: type[Group]) -> Mapping[str, Setting]:
     """Return all settings of a group and its inner groups by name, in field order."""
-    return _read(group)[0]  # type: ignore[arg-type]
+    return _read(group)[0]  # type: ignore[arg-type]  # as above
 
 
 @functools.cache

@@ -99,6 +99,13 @@ def test_every_package_of_an_extra_is_looked_for() -> None:
     assert "eagle-mlx[all]" in extras["dev"]
 
 
+def test_the_page_of_installation_lists_every_extra_for_users() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `eagle-mlx\[(\w+)\]`", page, re.MULTILINE)) == {
+        *PROJECT["optional-dependencies"],
+    } - {"dev", "docs"}
+
+
 def test_every_import_is_declared_and_every_declaration_is_imported() -> None:
     declared = {name for packages in EXTRAS.values() for name in packages} | names(PROJECT["dependencies"])
     assert imported("eagle_mlx", "serve", "train", "data_pipelines") == declared

@@ -63,6 +63,12 @@ def test_an_assignment_sets_at_most_two_attributes_and_none_by_a_text() -> None:
     assert [place for place, node in nodes() if len(attributes_set_by(node)) > 2 or sets_by_text(node)] == []
 
 
+def test_a_type_error_is_ignored_with_its_code_and_a_reason() -> None:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "type: ignore" in line]
+    assert [line for line in lines if not re.search(r"# type: ignore\[[\w, -]+\]  # \w", line)] == []
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert [place for place, node in nodes() if CLAUSE.match(docstring_of(node))] == []
 

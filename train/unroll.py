@@ -146,7 +146,7 @@ def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> 
 
         forward: Any = mx.custom_function(pure)
 
-        @forward.vjp  # type: ignore[untyped-decorator]
+        @forward.vjp  # type: ignore[untyped-decorator]  # MLX's
         def backward(primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Any) -> list[mx.array]:
             return mx.vjp(pure, mx.depends(list(primals), list(cotangents)), list(cotangents))[1]
 
@@ -179,7 +179,7 @@ def handed_on(count: int, arrays: list[mx.array]) -> list[mx.array]:
     """
     forward: Any = mx.custom_function(lambda *given: list(given))
 
-    @forward.vjp  # type: ignore[untyped-decorator]
+    @forward.vjp  # type: ignore[untyped-decorator]  # MLX's
     def backward(_: Any, cotangents: Sequence[mx.array], __: Any) -> list[mx.array]:
         gradients = [c.astype(mx.float32) if at < count else c for at, c in enumerate(cotangents)]
         return list(mx.depends(gradients, gradients))

@@ -125,26 +125,23 @@ class Engine:
         check_cacheable(target.model, max_batch, kv_bits)
         proposer = None if proposer is None else _bound(proposer, target)
         self.target, self.proposer = target, proposer
-        self.max_batch = max_batch
-        self.drafter, self.observer = drafter, observer
-        """You may change these, and `max_batch`, between steps."""
+        self.max_batch, self.observer = max_batch, observer
+        self.drafter = drafter
+        """You may change these three between steps."""
         self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
         self.exact, self.collector = exact, collector
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
         splits = groups if proposer is None or proposer.movable else 1
-        self.kv_budget = KVBudget(share, size, target.context_length, splits)
-        self.prefixes = None
-        if prefix_cache_bytes:
-            self.prefixes = PrefixCache(prefix_cache_bytes, proposer, self.kv_budget.spare, prefix_files)
+        budget = self.kv_budget = KVBudget(share, size, target.context_length, splits)
+        prefixes = PrefixCache(prefix_cache_bytes, proposer, budget.spare, prefix_files) if prefix_cache_bytes else None
+        self.prefixes = prefixes
         positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
         self.wants_boundaries = self.prefixes is not None and not positional
         """Whether `prepare` has a use for boundaries."""
-        self.admission = Admission(
-            target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms, collector
-        )
-        self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
+        self.admission = Admission(target, proposer, prefill_chunk, budget, prefixes, kv_bits, prefill_ms, collector)
+        self.groups = Groups(RoundReads.of(target, proposer, size), budget)
         self.runner = Runner(self.admission, self.groups, exact, clock)
         self._in_step = False
         self.use_policy(policy or ThroughputPolicy())

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 
@@ -185,8 +185,8 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
     """Return a size, at least 1. Raises KeyError, ConfigError."""
-    value = config.get(name) if otherwise is not None else config[name]
-    size = otherwise if value is None and otherwise is not None else int(value)  # type: ignore[arg-type]
+    value = config[name] if otherwise is None else config.get(name)
+    size = otherwise if value is None and otherwise is not None else int(cast(Any, value))
     check(0 < size <= _MOST, f"{name} is {size}")
     return size
 

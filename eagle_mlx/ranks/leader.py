@@ -55,7 +55,7 @@ class Calls:
         """Return a new cache that the other ranks have, too."""
         with self.channel.lock:
             cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
-            self.noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
+            self.noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]  # numbered
         return cache
 
     def send(self, *more: Any) -> None:
@@ -161,7 +161,7 @@ class LeadingTarget(Target):
             )
         if cache is not None and not isinstance(cache, tuple(_MIRRORED.values())):
             raise TargetError("a target over several ranks needs its own caches: RaggedCache.of(target.model, …)")
-        number = None if cache is None else cache.number  # type: ignore[attr-defined]
+        number = None if cache is None else cache.number  # type: ignore[attr-defined]  # of `_numbered`
         # Nothing is computed yet, so unreadable input raises here before other ranks start.
         out = super().forward(tokens, cache, aux_layers, ends)
         assert out.hidden is not None  # `load_over_ranks` has checked it

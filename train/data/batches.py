@@ -291,6 +291,6 @@ def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
         coming = deque(pool.submit(next, items, _END) for _ in range(count))
         while (item := coming.popleft().result()) is not _END:
             coming.append(pool.submit(next, items, _END))
-            yield item  # type: ignore[misc]
+            yield item  # type: ignore[misc]  # mypy does not narrow by _END
     finally:
         pool.shutdown(cancel_futures=True)

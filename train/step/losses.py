@@ -194,7 +194,7 @@ class ChunkedLoss:
 
         forward: Any = mx.custom_function(loss_and_gradients)
 
-        @forward.vjp  # type: ignore[untyped-decorator]
+        @forward.vjp  # type: ignore[untyped-decorator]  # MLX's
         def backward(_: Any, cotangents: Sequence[mx.array], results: Sequence[mx.array]) -> list[mx.array]:
             return [(cotangents[0] * gradient).astype(gradient.dtype) for gradient in results[3:]]
 

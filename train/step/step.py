@@ -296,7 +296,7 @@ def _cast(weight: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast a weight. Unlike MLX's own cast, this accepts gradients in either dtype."""
     forward: Any = mx.custom_function(lambda given: given.astype(dtype))
 
-    @forward.vjp  # type: ignore[untyped-decorator]
+    @forward.vjp  # type: ignore[untyped-decorator]  # MLX's
     def backward(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
         return cotangent.astype(weight.dtype)
 

@@ -244,7 +244,7 @@ class GroupedConvolution(nn.Module):
         """x [B, b, H] and a kernel [width, B, b, H] -> [B, b, H]; slots before the first are zero."""
         count = x.shape[1]
         shifted = (mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :count] for back in range(self.width))
-        return sum(factor * slots for factor, slots in zip(kernel, shifted, strict=True))  # type: ignore[return-value]
+        return sum(factor * slots for factor, slots in zip(kernel, shifted, strict=True))  # type: ignore[return-value]  # not 0
 
 
 class ConvolvedLayer(BlockLayer):

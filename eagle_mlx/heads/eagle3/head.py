@@ -83,13 +83,13 @@ class DecoderLayer(PlainLayer):
         self.input_layernorm = nn.RMSNorm(size, eps=eps) if config.input_layernorm else nn.Identity()
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
-    def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:  # type: ignore[override]
+    def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:  # type: ignore[override]  # reads g
         """Embeddings and features [B, L, H] -> the attention's input [B, L, 2H] and the residual [B, L, H]."""
         normed = self.hidden_norm(g)
         x = mx.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
         return x, normed if self.norm_before_residual else g
 
-    def __call__(  # type: ignore[override]
+    def __call__(  # type: ignore[override]  # reads g
         self, embeddings: mx.array, g: mx.array, mask: Mask, cache: Any | None
     ) -> mx.array:
         return self.run(*self.inputs(embeddings, g), mask, cache)
