@@ -180,7 +180,7 @@ class _Block:
         return self._backward[4 * place : 4 * (place + REACH)]
 
 
-def _sorted(tokens: np.ndarray) -> np.ndarray:
+def _sorted(tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Return all positions but the first, sorted by the `REACH` tokens from there on."""
     _, rank = np.unique(tokens, return_inverse=True)
     for step in (1, 2, 4, 8):
