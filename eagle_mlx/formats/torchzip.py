@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.hub import why_damaged
@@ -84,16 +85,18 @@ class _Unpickler(pickle.Unpickler):
             "Use the head's safetensors"
         )
 
-    def persistent_load(self, pid: Any) -> np.ndarray:
+    def persistent_load(self, pid: Any) -> NDArray[Any]:
         _, kind, key, *_ = pid
         return np.frombuffer(self._read(f"data/{key}"), _STORAGES[kind])
 
 
-def _tensor(storage: np.ndarray, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> mx.array:
+def _tensor(storage: NDArray[Any], offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> mx.array:
     """Do the same as torch._utils._rebuild_tensor_v2. numpy checks that the tensor is within its storage."""
     if not isinstance(storage, np.ndarray) or prod(size) > storage.size:  # a stride may be 0
         raise ValueError("a tensor without a storage, or larger than its storage")
     step = storage.itemsize
-    numbers = np.ndarray(tuple(size), storage.dtype, storage, offset * step, tuple(n * step for n in stride))
+    numbers: NDArray[Any] = np.ndarray(
+        tuple(size), storage.dtype, storage, offset * step, tuple(n * step for n in stride)
+    )
     made = mx.array(numbers.copy())
     return made.view(mx.bfloat16) if storage.dtype == _BFLOAT16 else made

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_mlx.files import locked, write_whole
 from eagle_mlx.proposers.memory import Memory, Remembered, fitted
@@ -100,5 +101,5 @@ def _united(older: Remembered, newer: Remembered) -> Remembered:
     return united
 
 
-def _split(tokens: np.ndarray) -> list[np.ndarray]:
+def _split(tokens: NDArray[np.uint32]) -> list[NDArray[np.uint32]]:
     return np.split(tokens, np.flatnonzero(tokens == 0) + 1)

@@ -233,7 +233,7 @@ class EventStream(EventSourceResponse):
     """A stream of a call's events. Closes the call when the stream ends, even if it never began."""
 
     def __init__(self, call: Call, events: AsyncIterator[bytes], keep_alive: Callable[[], ServerSentEvent]):
-        seconds = call.service.settings.limits.keep_alive_seconds
+        seconds: Any = call.service.settings.limits.keep_alive_seconds  # sse-starlette 3.0 declares int, and takes any
         super().__init__(events, sep="\n", ping=seconds, ping_message_factory=keep_alive)
         self._call = call
 
