@@ -10,7 +10,7 @@ from .worker import Worker
 
 log = logging.getLogger("eagle_mlx.serve")
 _READING = 10
-"""How many times as long a step may take if it reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
+"""Factor of the time of a step that reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
 
 
 class Watchdog:

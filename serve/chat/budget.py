@@ -41,7 +41,8 @@ class BudgetedThought:
         """tag: the tokens that end a thought. For the others, see `with_budget`."""
         self._decode, self._tag = format.tokenizer.decode, tag
         self._start, self._end = format.thoughts.think_start, format.thoughts.think_end
-        self._vocab, self._most, self._inner = vocab, most, inner
+        self._vocab, self._most = vocab, most
+        self._inner = inner
         self._tokens = list[int]()
         self._states = [0 if is_open else _OPENING]  # before the first token, and after each
 
