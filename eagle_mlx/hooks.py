@@ -26,7 +26,6 @@ import mlx.nn as nn
 from eagle_mlx.attention import tiled
 from eagle_mlx.cpu import SharedAngles
 
-
 if TYPE_CHECKING:
 
     class _Hooked(nn.Module):
