@@ -35,7 +35,7 @@ class Conversation:
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     images: tuple[object, ...] = field(default=(), hash=False)
-    """Where the images come from that marks in the messages stand for (`vision.images`)."""
+    """Sources of the images that marks in the messages stand for (`vision.images`)."""
     origin: str = field(default="", compare=False)
     """Source, for error messages, such as `file.jsonl:12`."""
 
