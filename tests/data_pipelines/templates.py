@@ -33,7 +33,7 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Sample:
 
 def shown(tokenizer: TokenizerWrapper, row: dict[str, Any]) -> str:
     """Return a row's text with the learned parts in brackets."""
-    tokens, mask, _ = render(tokenizer, parse_row(row, "x:1"))
+    tokens, mask, *_ = render(tokenizer, parse_row(row, "x:1"))
     out, inside = "", 0
     for token, learned in zip([*tokens, None], [*mask, 0], strict=True):
         if learned != inside:

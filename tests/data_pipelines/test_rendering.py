@@ -92,7 +92,7 @@ def conversation(*turns: tuple[str, str]) -> Conversation:
 def shown(template: str | None, *turns: tuple[str, str]) -> str:
     """Return the rendered text with the learned parts in brackets."""
     t = tokenizer(template)
-    tokens, mask, _ = render(t, conversation(*turns))
+    tokens, mask, *_ = render(t, conversation(*turns))
     assert len(tokens) == len(mask)
     assert tokens == t.encode(t.apply_chat_template(conversation(*turns).as_row()["messages"], tokenize=False))
     out, inside = "", 0
@@ -201,7 +201,7 @@ def test_prefixes_and_tags_agree(turns: list[tuple[str, str]], system: str | Non
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_the_learned_tokens_spell_the_answers(turns: list[tuple[str, str]]) -> None:
     t = tokenizer(CHATML)
-    tokens, mask, _ = render(t, conversation(*((role, text) for q, a in turns for role, text in ((U, q), (A, a)))))
+    tokens, mask, *_ = render(t, conversation(*((role, text) for q, a in turns for role, text in ((U, q), (A, a)))))
     learned = t.decode([token for token, m in zip(tokens, mask, strict=True) if m])
     assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
 
@@ -213,7 +213,7 @@ def test_a_template_that_changes_the_answer_is_followed() -> None:
 
 
 def test_text_is_learned_from_end_to_end() -> None:
-    tokens, mask, _ = render(base(), Conversation(text="import os\nimport sys"))
+    tokens, mask, *_ = render(base(), Conversation(text="import os\nimport sys"))
     assert tokens == base().encode("import os\nimport sys")
     assert mask == [1] * len(tokens)
 

@@ -54,7 +54,7 @@ def tokenizer(template: str) -> TokenizerWrapper:
 
 def shown(template: str, row: dict[str, Any]) -> str:
     t = tokenizer(template)
-    tokens, mask, _ = render(t, parse_row(row, "x:1"))
+    tokens, mask, *_ = render(t, parse_row(row, "x:1"))
     out, inside = "", 0
     for token, learned in zip([*tokens, None], [*mask, 0], strict=True):
         if learned != inside:
