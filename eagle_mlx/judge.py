@@ -188,7 +188,7 @@ def _read(target: Target, layers: Sequence[int], text: Sequence[int], answer: in
 def draft_along(proposer: Proposer, recording: Recording, depth: int, target: Target) -> Drafting:
     """Let a proposer, bound to the target, draft a recorded answer in chains as the engine would."""
     state, layers, text = proposer.open([recording.text[: recording.answer]]), proposer.aux_layers, recording.text
-    state.enter([None])
+    state.enter([""])  # the namespace of requests without a key: n-grams may have a memory
     read = recording.answer - 1  # the first round reads the prompt's last token
     for start in range(0, read, PREFILL_CHUNK):
         state.prefill(recording.seen(start, min(start + PREFILL_CHUNK, read), layers))

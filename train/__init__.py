@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from eagle_mlx.late import late_names
 
 if TYPE_CHECKING:
-    from .online import ROWS, OnlineTrainer
+    from .online import ROWS, OnlineTrainer, first_head
     from .step import NotFiniteError
 
 __getattr__ = late_names(__name__, __file__)

@@ -16,9 +16,10 @@ from eagle_mlx.hub import public_name
 from eagle_mlx.target import Target
 
 from .config import TrainConfig, file_type
-from .data import Rows
-from .kinds import Head, kind_of, resolve
-from .run.start import to_train
+from .data import InMemory, Rows, TrainData
+from .data.examples import draft_vocabulary
+from .kinds import Head, aux_layers_of, kind_of, resolve
+from .run.start import new_head, to_train
 from .step import Stepper
 
 ROWS, LENGTH = 4, 256
@@ -27,6 +28,17 @@ _SHARE = 0.5
 """Share of a whole run's peak learning rate, because these steps are small and the head is trained already."""
 _WARMUP = 10
 """Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
+
+
+def first_head(target: Target, examples: Sequence[Example] = ()) -> Head:
+    """Return a new head of the default kind: the best linear guess for some examples, or random without any.
+
+    Its draft vocabulary has the examples' most frequent tokens.
+    """
+    config, texts = resolve(TrainConfig(), target.hidden_size), InMemory(examples)
+    kept, _ = draft_vocabulary(target, config, texts.count_tokens(target.vocab_size), None)
+    data = TrainData(texts, aux_layers_of(target, config), kept, {}, "memory")
+    return new_head(target, data, config, begin=bool(examples))
 
 
 class OnlineTrainer:

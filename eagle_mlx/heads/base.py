@@ -89,6 +89,10 @@ class HeadBase(nn.Module, Generic[Config]):
         """[draft vocabulary] int32, the target id of each draft id; None if they are the same."""
         return self._token_ids
 
+    def use_vocabulary(self, token_ids: mx.array | None) -> None:
+        """Draft other tokens of the target, as many as before."""
+        self._token_ids = token_ids
+
     @property
     def d2t(self) -> mx.array | None:
         """[draft vocabulary] int32, target id minus draft id for each draft id; None if they are the same."""

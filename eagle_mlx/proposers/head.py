@@ -96,6 +96,9 @@ class HeadProposer(Proposer):
             raise HeadError("the two heads have different shapes, so one cannot take the place of the other")
         self.head.update(tree_unflatten(list(theirs.items())))
         other.head.update(tree_unflatten(list(ours.items())))
+        own_ids = self.head.token_ids
+        self.head.use_vocabulary(other.head.token_ids)
+        other.head.use_vocabulary(own_ids)
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
         return HeadState(self, len(prompts))

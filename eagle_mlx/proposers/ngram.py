@@ -160,6 +160,8 @@ class HybridProposer(Proposer):
 
     def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
         self.model, self.ngrams = model, ngrams or NgramProposer(min_ngram=MIN_NGRAM)
+        self.model_drafts = True
+        """You may change this between steps: without it, only n-grams draft."""
         self.name, self.abilities = model.name, model.abilities
         self.movable, self.is_positional = model.movable, model.is_positional
         self.head, self.memory = model.head, self.ngrams.memory
@@ -184,21 +186,21 @@ class HybridProposer(Proposer):
         return self.model.nbytes
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
-        return HybridState(self.model.open(prompts), self.ngrams.open(prompts).rows)
+        return HybridState(self, self.model.open(prompts), self.ngrams.open(prompts).rows)
 
     def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
-        return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]).rows)
+        return HybridState(self, self.model.join(pieces, length), self.ngrams.open([prompt]).rows)
 
 
 class HybridState(NgramState):
     """The model's state, and the rows' texts."""
 
-    def __init__(self, model: ProposerState, rows: list[NgramRow]):
+    def __init__(self, proposer: HybridProposer, model: ProposerState, rows: list[NgramRow]):
         super().__init__(rows)
-        self.model = model
+        self.proposer, self.model = proposer, model
 
     def may_draft(self, drafter: Drafter | None, lookup: bool) -> bool:
-        return drafter not in ("none", "model" if lookup else "ngrams")
+        return drafter not in ("none", "model" if lookup else "ngrams") and (lookup or self.proposer.model_drafts)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if not plan.depth:
@@ -227,7 +229,7 @@ class HybridState(NgramState):
         super().remove(row)
 
     def take(self, row: int) -> HybridState:
-        taken = HybridState(self.model.take(row), [self.rows[row]])
+        taken = HybridState(self.proposer, self.model.take(row), [self.rows[row]])
         super().remove(row)
         return taken
 

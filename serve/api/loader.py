@@ -19,7 +19,7 @@ from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare
-from ..learning.learner import Learner, head_of
+from ..learning.learner import Learner, head_of, with_new_head
 from ..remembered import remember
 from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
@@ -50,7 +50,9 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     _try_out(target, proposer, speculation.depth)
     learner = None
     if config.learning.folder is not None:
-        learner = Learner(config.learning, target, head_of(proposer), speculation)
+        proposer = with_new_head(proposer, target, speculation)
+        learner = Learner(config.learning, target, proposer, speculation)
+        name = head_of(proposer).name
     if (prefix_cache_bytes := bytes_of(config.prefix_cache_gb)) is None:
         prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory)
     files = None

@@ -61,7 +61,8 @@ class Loaded:
         """The values of `spec_decode` that a request may use."""
         proposer = self.engine.proposer
         ngrams = ("ngram",) if isinstance(proposer, HybridProposer | NgramProposer) else ()
-        model = () if self.mode == "none" else (self.mode,)
+        is_new = isinstance(proposer, HybridProposer) and not proposer.model_drafts
+        model = () if self.mode == "none" or is_new else (self.mode,)
         return (*dict.fromkeys((*model, *ngrams)), "none")
 
     @property

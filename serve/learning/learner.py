@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx import HeadProposer, HybridProposer, SamplingParams
+from eagle_mlx import HeadProposer, HybridProposer, Memory, NgramProposer, SamplingParams, learn_costs
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine.collector import Collector
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example, from_16_bits
 from eagle_mlx.judge import Judge, Recording, draft_along
-from eagle_mlx.paired import gain_of
+from eagle_mlx.paired import LEAST_GAIN, gain_of
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.shards import ShardMeta
 from eagle_mlx.target import Target, digest_of, fingerprint
@@ -50,8 +50,9 @@ PASSES = 6
 """Training tokens for each new one; half of them replay older texts, against forgetting."""
 _MOST_STEPS = 400
 """Steps of a cycle, so that a candidate is judged within minutes."""
-LEAST_JUDGED, MOST_JUDGED = 12, 40
-"""Held-out conversations of a verdict: the paired judge tells gains of 10 % by a dozen."""
+LEAST_JUDGED, MOST_JUDGED = 12, 160
+"""Held-out conversations of a verdict: the paired judge tells a gain of 10 % by a dozen or two, and of 3 % by 160
+(benchmarks/judge.py)."""
 _JUDGED_TOKENS = 64
 """Tokens of an answer along which heads draft, because a request may wait for that."""
 _LEAST_OLD = -0.02
@@ -79,23 +80,33 @@ class _Former:
 class Learner:
     """Learns for a serving head. Belongs to the engine's thread; other threads may read its counts."""
 
-    def __init__(self, options: LearnOptions, target: Target, serving: HeadProposer, speculation: Speculation):
+    def __init__(self, options: LearnOptions, target: Target, proposer: Proposer | None, speculation: Speculation):
         """Claim the folder, and let the version that served last serve again. Binds the serving head.
 
-        Raises ConfigError if the head cannot be trained, or if the folder is of another head or target; OutputError if
-        another process uses it.
+        proposer: drafts with a head; without `speculation.head`, with that of `with_new_head`. Raises ConfigError if
+        there is no head or it cannot be trained, or if the folder is of another head or target; OutputError if another
+        process uses it.
         """
         from eagle_mlx.train import OnlineTrainer  # not at the top, because most servers do not train
 
         assert options.folder is not None
-        assert speculation.head is not None
         self.folder, self._share = options.folder.expanduser(), options.share
-        self._target, self._speculation = target, speculation
-        self._serving = serving
-        serving.bind(target)
-        first = load_found(speculation.head, target)
-        identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest_of(first)}
-        self._trainer: OnlineTrainer | None = OnlineTrainer(first, target)
+        self._target, self._proposer, self._serving = target, proposer, head_of(proposer)
+        self._speculation = speculation
+        self._serving.bind(target)
+        self._trainer: OnlineTrainer | None = None
+        self._ngrams: NgramProposer | None = None
+        """What a new head must beat: n-grams with the texts that are learned, but not with those that judge."""
+        self._curve, digest = None, "none"
+        if speculation.head is not None:
+            first = load_found(speculation.head, target)
+            self._trainer, digest = OnlineTrainer(first, target), digest_of(first)
+        elif isinstance(proposer, HybridProposer):
+            own = proposer.ngrams
+            memory = None if own.memory is None else Memory(own.memory.limit)
+            self._ngrams = NgramProposer(own.max_ngram, own.min_ngram, own.prompt_lookup, memory)
+            self._curve = learn_costs(target) if speculation.keep else None  # a head takes time to draft, and n-grams take none
+        identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest}
         self._claim = claim(self.folder, identity)
         with ExitStack() as stack:
             stack.enter_context(self._claim)
@@ -105,8 +116,10 @@ class Learner:
     def _open(self, options: LearnOptions) -> None:
         self.versions = Versions(self.folder)
         if self.versions.serving:
-            self._serving.exchange(self._loaded(self.versions.serving))
+            self._exchange(self._loaded(self.versions.serving))
             self._trainer = None
+        elif isinstance(self._proposer, HybridProposer):
+            self._proposer.model_drafts = self._ngrams is None
         target, named = self._target, self._serving.head.named_layers
         meta = ShardMeta(target.name, target.hidden_size, target.vocab_size, named)
         self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
@@ -123,7 +136,8 @@ class Learner:
 
     def __str__(self) -> str:
         version = self.versions.serving
-        head = f"version {version} of the head serves" if version else "the head serves as it is"
+        first = "the head serves as it is" if self._ngrams is None else "n-grams draft until a head is better"
+        head = f"version {version} of the head serves" if version else first
         return f"{self.folder}, {len(self.texts.all)} texts; {head}"
 
     @property
@@ -179,6 +193,8 @@ class Learner:
                 text = self.texts.add(example)
                 if text is not None and not text.is_held_out:
                     self._new_tokens += text.tokens
+                    if self._ngrams is not None and self._ngrams.memory is not None:
+                        self._ngrams.memory.add(example.tokens.tolist())
 
     def _held_out(self) -> list[Text]:
         return [text for text in self.texts.all if text.is_held_out]
@@ -186,19 +202,14 @@ class Learner:
     def _learn(self) -> Iterator[None]:
         """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
         piece of work."""
-        from eagle_mlx.train import OnlineTrainer
-
         yield from self._watch()
         if self._trainer is None:
-            version = self.versions.serving
-            place = self.versions.path(version) if version else self._speculation.head
-            assert place is not None
-            self._trainer = OnlineTrainer(load_found(place, self._target), self._target)
+            self._trainer = self._begun()
             yield
         new, self._new_tokens = self._new_tokens, 0
-        end = self._trainer.tokens + PASSES * new
-        for _ in range(_MOST_STEPS):
-            left = (end - self._trainer.tokens) / (PASSES * new)
+        start = self._trainer.tokens
+        for step in range(_MOST_STEPS):
+            left = 1 - max(step / _MOST_STEPS, (self._trainer.tokens - start) / (PASSES * new))
             if left <= 0:
                 break
             self._trainer.step(self._drawn(new), left)  # the rate falls to 0, so that the candidate is settled
@@ -207,12 +218,27 @@ class Learner:
         self.texts.flush()
         yield from self._challenge(self._trainer)
 
-    def _drawn(self, new: int) -> list[Example]:
-        """Return four examples, for the rows of a step: two of the newest texts, with `new` tokens, and two of all."""
+    def _begun(self) -> OnlineTrainer:
+        """Return a trainer that continues the serving head, or else begins a new one with the newest texts."""
+        from eagle_mlx.train import OnlineTrainer, first_head
+
+        version = self.versions.serving
+        place = self.versions.path(version) if version else self._speculation.head
+        if place is not None:
+            return OnlineTrainer(load_found(place, self._target), self._target)
+        examples = list(map(self.texts.read, self._newest(_BUFFER_BYTES // self.texts.token_bytes)))
+        return OnlineTrainer(first_head(self._target, examples), self._target)
+
+    def _newest(self, tokens: int) -> list[Text]:
+        """Return the newest texts to learn, oldest first, with so many tokens in all, or a few more."""
         learned = [text for text in self.texts.all if not text.is_held_out]
         ends = list(accumulate(text.tokens for text in reversed(learned)))
-        newest = learned[-1 - bisect_left(ends, new) :]
-        chosen = [texts[self._rng.integers(len(texts))] for texts in (newest, learned) for _ in range(2)]
+        return learned[-1 - bisect_left(ends, tokens) :]
+
+    def _drawn(self, new: int) -> list[Example]:
+        """Return four examples, for the rows of a step: two of the newest texts, with `new` tokens, and two of all."""
+        pools = self._newest(new), [text for text in self.texts.all if not text.is_held_out]
+        chosen = [texts[self._rng.integers(len(texts))] for texts in pools for _ in range(2)]
         return [self.texts.read(text) for text in chosen]
 
     def _challenge(self, trainer: OnlineTrainer) -> Iterator[None]:
@@ -222,18 +248,19 @@ class Learner:
         yield
         candidate = self._loaded(None)
         yield
-        judge = Judge(self._target, self._serving, candidate, _DEPTH)
+        judge = Judge(self._target, self._drafter(self._serving, self.versions.serving), candidate, _DEPTH)
         yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
-        gain, oldest = judge.comparison().gain, judge.drafted[: len(judge.drafted) // 2]
+        gain, oldest = judge.comparison(self._curve).gain, judge.drafted[: len(judge.drafted) // 2]
         old = gain_of([first.decoded for first, _ in oldest], [second.decoded for _, second in oldest])
         if gain.verdict == "better" and old.gain >= _LEAST_OLD and old.verdict != "worse":
             former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
             self.versions.take_over(self._event("took over", self.versions.latest + 1, judge, trainer.tokens))
-            self._serving.exchange(candidate)
+            self._exchange(candidate)
             self._former, self._rarity = former, 1
         else:
             self.versions.note(self._event("not better", self.versions.serving, judge, trainer.tokens))
-            self._rarity = min(2 * self._rarity, _RAREST)
+            if gain.gain < LEAST_GAIN:  # a larger one only needs more conversations to be told
+                self._rarity = min(2 * self._rarity, _RAREST)
             if gain.verdict == "worse" or old.gain < _LEAST_OLD:
                 self._trainer = None
 
@@ -245,14 +272,24 @@ class Learner:
         newer = _conversations([text for text in self._held_out() if text.serial > former.since])
         if len(newer) < LEAST_JUDGED:
             return
-        judge = Judge(self._target, former.head, self._serving, _DEPTH)
+        judge = Judge(self._target, self._drafter(former.head, former.version), self._serving, _DEPTH)
         yield from self._draft_along(judge, newer[:MOST_JUDGED])
-        if judge.comparison().gain.verdict == "worse":
+        if judge.comparison(self._curve).gain.verdict == "worse":
             self.versions.note(self._event("rolled back", former.version, judge, 0))
-            self._serving.exchange(former.head)
+            self._exchange(former.head)
             self._trainer = None
         if len(newer) >= MOST_JUDGED or self._trainer is None:
             self._former = None
+
+    def _drafter(self, head: HeadProposer, version: int) -> Proposer:
+        """Return what drafts while this version serves."""
+        return head if version or self._ngrams is None else self._ngrams
+
+    def _exchange(self, other: HeadProposer) -> None:
+        """Let another head serve, that of `versions.serving`."""
+        self._serving.exchange(other)
+        if isinstance(self._proposer, HybridProposer):
+            self._proposer.model_drafts = bool(self.versions.serving) or self._ngrams is None
 
     def _draft_along(self, judge: Judge, texts: Sequence[Text]) -> Iterator[None]:
         for text in texts:
@@ -290,7 +327,7 @@ class Learner:
 
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
         """Return an event, and log it if the serving head changes."""
-        comparison = judge.comparison()
+        comparison = judge.comparison(self._curve)
         gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
         about = (gain.conversations, tokens, int(time.time()))
@@ -300,12 +337,23 @@ class Learner:
         return event
 
 
+def with_new_head(proposer: Proposer | None, target: Target, speculation: Speculation) -> Proposer | None:
+    """Return n-grams with a new head, which drafts nothing yet; another proposer, or policy, as it is."""
+    if not isinstance(proposer, NgramProposer) or speculation.resolved_mode() == "none" or speculation.drafter:
+        return proposer
+    from eagle_mlx.train import first_head
+
+    head = first_head(target)
+    quantize_for(head, target, speculation.head_bits)
+    return HybridProposer(HeadProposer(head), proposer)
+
+
 def head_of(proposer: Proposer | None) -> HeadProposer:
     """Return the head that drafts, perhaps together with n-grams. Raises ConfigError if there is none."""
     model = proposer.model if isinstance(proposer, HybridProposer) else proposer
     if isinstance(model, HeadProposer):
         return model
-    raise ConfigError("--learn needs a head: give --head, or see `eagle-heads find` and `eagle-train`")
+    raise ConfigError("--learn needs a head, or n-grams and --spec-policy throughput to begin without one")
 
 
 def _conversations(texts: Sequence[Text]) -> list[Text]:

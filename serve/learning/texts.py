@@ -47,8 +47,8 @@ class Texts:
 
     def __init__(self, folder: Path, limit: int, meta: ShardMeta):
         """folder: is created, readable by its owner alone. limit: bytes of all files. Damaged files are deleted."""
-        self._folder, self._limit = folder, limit
-        self._meta, self._token_bytes = meta, bytes_per_token(meta)
+        self._folder, self._limit, self._meta = folder, limit, meta
+        self.token_bytes = bytes_per_token(meta)
         self._serial = 0
         self._files: dict[Path, list[Text]] = {}
         self._new: list[Text] = []
@@ -86,7 +86,7 @@ class Texts:
             return None
         text = Text(self._next(), example.key, len(example), example)
         self._new.append(text)
-        if sum(text.tokens for text in self._new) * self._token_bytes >= min(_FILE_BYTES, self._limit // _FILES):
+        if sum(text.tokens for text in self._new) * self.token_bytes >= min(_FILE_BYTES, self._limit // _FILES):
             self.flush()
         return text
 

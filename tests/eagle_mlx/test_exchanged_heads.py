@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import mlx.core as mx
 import pytest
 
 import eagle_mlx as em
@@ -88,6 +89,21 @@ def test_new_requests_are_drafted_by_the_new_head(kind: str, target: Target) -> 
     assert rounds(engine) == fresh != former
     serving.exchange(other)
     assert rounds(engine) == former
+
+
+def test_the_draft_vocabulary_goes_with_the_head(target: Target) -> None:
+    serving, other = (em.HeadProposer(tiny_head(target, draft_vocab=16)) for _ in range(2))
+    other.head.use_vocabulary(mx.arange(16, dtype=mx.int32) + 32)
+    fresh, engine = em.Engine(target, other, policy=POLICIES["chains"]), em.Engine(target, serving)
+    engine.use_policy(POLICIES["chains"])
+
+    def accepted(engine: em.Engine) -> list[list[int]]:
+        return [output.accepted_by_position for output in engine.generate(PROMPTS, PARAMS["seeded"])]
+
+    expected, before = accepted(fresh), accepted(engine)
+    serving.exchange(other)
+    assert accepted(engine) == expected != before
+    assert accepted(fresh) == before
 
 
 def test_a_head_of_another_shape_is_refused(target: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from eagle_mlx.paired import Gain
 from eagle_mlx.serve.learning import learner as learning
 from eagle_mlx.serve.learning import texts
 from eagle_mlx.serve.learning.drift import DriftDetector
-from eagle_mlx.serve.learning.learner import Learner
+from eagle_mlx.serve.learning.learner import Learner, head_of, with_new_head
 from eagle_mlx.serve.learning.options import LearnOptions
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target
@@ -53,16 +54,21 @@ def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """An engine with a head that learns, and its traffic."""
+    """An engine with a head that learns, and its traffic. Without a head, it begins with n-grams."""
 
-    def __init__(self, target: Target, head: Path, folder: Path, depth: int = 3, **settings: Any):
-        speculation = Speculation(head=str(head), head_bits=settings.pop("head_bits", None))
-        loaded = em.load_head(head, target)
-        quantize_for(loaded, target, speculation.head_bits)
-        self.serving = em.HeadProposer(loaded)
-        self.learner = Learner(LearnOptions(folder=folder, **settings), target, self.serving, speculation)
+    def __init__(self, target: Target, head: Path | None, folder: Path, depth: int = 3, **settings: Any):
+        speculation = Speculation(head_bits=settings.pop("head_bits", None), keep=False)
+        if head is None:
+            speculation = replace(speculation, mode="ngram")
+            proposer = with_new_head(speculation.proposer(target), target, speculation)
+        else:
+            speculation, loaded = replace(speculation, head=str(head)), em.load_head(head, target)
+            quantize_for(loaded, target, speculation.head_bits)
+            proposer = em.HeadProposer(loaded)
+        self.serving = head_of(proposer)
+        self.learner = Learner(LearnOptions(folder=folder, **settings), target, proposer, speculation)
         self.engine = em.Engine(
-            target, self.serving, policy=em.FixedPolicy(depth), collector=self.learner.collector, max_batch=64
+            target, proposer, policy=em.FixedPolicy(depth), collector=self.learner.collector, max_batch=64
         )
         self.rng = np.random.default_rng(0)
 
@@ -88,7 +94,7 @@ class World:
 
 
 @contextmanager
-def world(target: Target, head: Path, folder: Path, **settings: Any) -> Iterator[World]:
+def world(target: Target, head: Path | None, folder: Path, **settings: Any) -> Iterator[World]:
     made = World(target, head, folder, **settings)
     try:
         yield made
@@ -118,6 +124,44 @@ def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
         assert second.learner.versions.serving == version
         assert second.tau(fresh) == pytest.approx(after, rel=0.03)  # the file has 16 bits
         assert len(second.learner.texts.all) == texts
+
+
+def test_without_a_head_ngrams_draft_until_a_new_one_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new head begins again while it loses, and n-grams return if it turns out worse."""
+    target, folder = tiny_target(layers=3, vocab=32), tmp_path / "learned"
+    with world(target, None, folder) as grown:
+        prompts = grown.prompts(8)
+        plain = [output.tokens for output in em.Engine(target).generate(prompts, PARAMS)]
+
+        def drafted() -> int:
+            outputs = grown.engine.generate(prompts, replace(PARAMS, learn=False, memory=False))
+            assert [output.tokens for output in outputs] == plain
+            return sum(output.drafted for output in outputs)
+
+        by_ngrams = drafted()
+        assert "n-grams draft until a head is better" in str(grown.learner)
+        judged(grown, monkeypatch, -0.1)
+        assert (grown.learner.versions.serving, drafted()) == (0, by_ngrams)
+        judged(grown, monkeypatch, 0.1)
+        assert grown.learner.versions.serving == 1
+        assert drafted() > 2 * by_ngrams
+        judged(grown, monkeypatch, -0.1)
+        assert (grown.learner.versions.serving, drafted()) == (0, by_ngrams)
+        judged(grown, monkeypatch, 0.1)
+    with world(target, None, folder) as again:
+        assert "version 2 of the head serves" in str(again.learner)
+        assert sum(output.drafted for output in again.engine.generate(prompts, PARAMS)) > 2 * by_ngrams
+
+
+def test_a_new_head_beats_ngrams_with_the_texts_that_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 6, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
+        monkeypatch.setattr(learning, name, value)
+    with world(tiny_target(layers=3, vocab=32), None, tmp_path / "learned") as grown:
+        grown.serve(60)
+        grown.work()
+        [event] = grown.learner.versions.events
+        assert event.outcome == "took over"
+        assert event.after > event.before > 1  # n-grams accepted something, too
 
 
 def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_path: Path) -> None:
