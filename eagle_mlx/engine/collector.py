@@ -139,9 +139,9 @@ class Collector:
         while self.nbytes > self._limit:
             self._pop()
 
-    def take(self) -> list[Example]:
-        """Return and forget the examples, oldest first."""
-        return [self._pop() for _ in range(len(self._examples))]
+    def take(self, most: int | None = None) -> list[Example]:
+        """Return and forget the examples, oldest first, at most so many."""
+        return [self._pop() for _ in range(len(self._examples))[:most]]
 
     def _pop(self) -> Example:
         example = self._examples.popleft()

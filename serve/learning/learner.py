@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -55,8 +55,10 @@ LEAST_JUDGED, MOST_JUDGED = 12, 160
 (benchmarks/judge.py)."""
 _JUDGED_TOKENS = 64
 """Tokens of an answer along which heads draft, because a request may wait for that."""
-_LEAST_OLD = -0.02
-"""The least gain over the older half of the conversations: what is unusual now must not cost the usual more."""
+_TEXTS = 8
+"""Collected texts that a piece of work takes in, because a request may wait for that."""
+_MOST_LOST = 0.02
+"""The most that versions may lose in all over the older half of the conversations, for what is unusual now."""
 _DEPTH = 4
 """Draft tokens of the judge, as in `eagle-heads compare`."""
 _RAREST = 64
@@ -105,7 +107,7 @@ class Learner:
             own = proposer.ngrams
             memory = None if own.memory is None else Memory(own.memory.limit)
             self._ngrams = NgramProposer(own.max_ngram, own.min_ngram, own.prompt_lookup, memory)
-            self._curve = learn_costs(target) if speculation.keep else None  # a head takes time to draft, and n-grams take none
+            self._curve = learn_costs(target) if speculation.keep else None  # a head takes time to draft
         identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest}
         self._claim = claim(self.folder, identity)
         with ExitStack() as stack:
@@ -164,8 +166,8 @@ class Learner:
     def work(self) -> None:
         """Do a piece of work. If it fails, the serving head stays, and the copy begins again."""
         try:
-            self._absorb()
-            if self._cycle is None and self._is_due:
+            self._absorb(_TEXTS)
+            if self._cycle is None and not self.collector.nbytes and self._is_due:
                 self._cycle = self._learn()
             if self._cycle is not None and next(self._cycle, self) is self:
                 self._cycle, self._failures = None, 0
@@ -182,13 +184,13 @@ class Learner:
             self._absorb()
             self.texts.flush()
 
-    def _absorb(self) -> None:
-        """Move what was collected to the texts."""
+    def _absorb(self, most: int | None = None) -> None:
+        """Move what was collected to the texts, at most so many."""
         while self.collector.accepted:
             tokens, rounds = self.collector.accepted.popleft()
             if rounds and self._drift.falls(tokens / rounds):
                 self._rarity = 1
-        for example in self.collector.take():
+        for example in self.collector.take(most):
             if not is_loop(example.tokens[example.loss_mask == 1].tolist()):
                 text = self.texts.add(example)
                 if text is not None and not text.is_held_out:
@@ -250,18 +252,18 @@ class Learner:
         yield
         judge = Judge(self._target, self._drafter(self._serving, self.versions.serving), candidate, _DEPTH)
         yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
-        gain, oldest = judge.comparison(self._curve).gain, judge.drafted[: len(judge.drafted) // 2]
-        old = gain_of([first.decoded for first, _ in oldest], [second.decoded for _, second in oldest])
-        if gain.verdict == "better" and old.gain >= _LEAST_OLD and old.verdict != "worse":
+        took = self._event("took over", self.versions.latest + 1, judge, trainer.tokens)
+        gain, keeps = judge.comparison(self._curve).gain, self.versions.lost - took.older <= _MOST_LOST
+        if gain.verdict == "better" and keeps:
             former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
-            self.versions.take_over(self._event("took over", self.versions.latest + 1, judge, trainer.tokens))
+            self.versions.take_over(took)
             self._exchange(candidate)
             self._former, self._rarity = former, 1
         else:
-            self.versions.note(self._event("not better", self.versions.serving, judge, trainer.tokens))
+            self.versions.note(replace(took, outcome="not better", version=self.versions.serving))
             if gain.gain < LEAST_GAIN:  # a larger one only needs more conversations to be told
                 self._rarity = min(2 * self._rarity, _RAREST)
-            if gain.verdict == "worse" or old.gain < _LEAST_OLD:
+            if gain.verdict == "worse" or not keeps:
                 self._trainer = None
 
     def _watch(self) -> Iterator[None]:
@@ -326,15 +328,12 @@ class Learner:
         return loaded
 
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
-        """Return an event, and log it if the serving head changes."""
-        comparison = judge.comparison(self._curve)
+        comparison, older = judge.comparison(self._curve), judge.drafted[: len(judge.drafted) // 2]
         gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
+        lost = gain_of([first.decoded for first, _ in older], [second.decoded for _, second in older]).gain
         about = (gain.conversations, tokens, int(time.time()))
-        event = Event(outcome, version, *taus, gain.gain, gain.low, gain.high, *about)
-        if version != self.versions.serving:
-            log.info("version %d of the head serves now; %s", version, event)
-        return event
+        return Event(outcome, version, *taus, gain.gain, gain.low, gain.high, lost, *about)
 
 
 def with_new_head(proposer: Proposer | None, target: Target, speculation: Speculation) -> Proposer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import locked, sync_folder, write_whole
 from eagle_mlx.progress import counted
 
+log = logging.getLogger("eagle_mlx.serve")
 TEXTS, HEADS = "texts", "heads"
 _CANDIDATE, _LOG, _IDENTITY, _LOCK = "candidate", "log.json", "identity.json", "lock"
 _FORMAT = "eagle-mlx-learned-1"
@@ -40,6 +42,8 @@ class Event:
     gain: float
     low: float | None
     high: float | None
+    older: float
+    """The gain over the older half of the conversations."""
     conversations: int
     tokens: int
     """Tokens that the candidate had learned."""
@@ -79,6 +83,15 @@ class Versions:
     def latest(self) -> int:
         return max([self.serving, *(event.version for event in self.events)])
 
+    @property
+    def lost(self) -> float:
+        """What the versions that took over have lost over older conversations since their best: 0.01 is 1 %."""
+        lost = 0.0
+        for event in self.events:
+            if event.outcome == "took over":
+                lost = max(0.0, lost - event.older)
+        return lost
+
     def path(self, version: int) -> Path:
         return self._folder / HEADS / str(version)
 
@@ -99,6 +112,8 @@ class Versions:
         content = {"format": _FORMAT, "serving": event.version, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
         kept = (self.serving, event.version)  # a rollback returns to the one before
+        if event.version != self.serving:
+            log.info("version %d of the head serves now; %s", event.version, event)
         self.serving, self.events = event.version, events
         numbers = sorted(int(path.name) for path in (self._folder / HEADS).iterdir() if path.name.isdecimal())
         for number in numbers[:-_KEPT]:

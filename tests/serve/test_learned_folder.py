@@ -75,7 +75,7 @@ def test_what_was_not_written_whole_is_deleted(tmp_path: Path) -> None:
 
 
 def event(version: int) -> Event:
-    return Event("took over", version, 2.0, 2.2, 0.1, 0.05, 0.15, 20, 5000, 1_790_000_000)
+    return Event("took over", version, 2.0, 2.2, 0.1, 0.05, 0.15, 0.1, 20, 5000, 1_790_000_000)
 
 
 def save(versions: Versions, version: int) -> None:
@@ -90,7 +90,7 @@ def test_old_versions_leave_and_the_serving_one_stays(tmp_path: Path) -> None:
             versions.take_over(event(version))
         kept = sorted(int(path.name) for path in (tmp_path / "learned" / "heads").iterdir())
         assert kept == [4, 5, 6, 7, 8]
-        versions.note(Event("rolled back", 4, 2.0, 1.9, -0.1, -0.2, -0.05, 20, 0, 1_790_000_000))
+        versions.note(Event("rolled back", 4, 2.0, 1.9, -0.1, -0.2, -0.05, -0.1, 20, 0, 1_790_000_000))
         for version in range(9, 12):
             save(versions, version)
             versions.take_over(event(version))

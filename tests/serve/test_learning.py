@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -185,8 +186,8 @@ def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_pa
         assert [request.tokens for request in requests] == expected
 
 
-def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
-    """Let the judge find these gains, one after another."""
+def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float, older: float = 0.0) -> None:
+    """Let the judge find these gains, one after another, and a gain over the older half of the conversations."""
     left = list(gains)
 
     def gain_of(*_: object) -> Gain:
@@ -194,7 +195,7 @@ def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float) -> None
         return Gain(gain, gain - 0.001, gain + 0.001, "better" if gain > 0.001 else "worse", 12, 12)
 
     monkeypatch.setattr("eagle_mlx.judge.gain_of", lambda *_: gain_of())
-    monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(0.0, -0.01, 0.01, "not told apart", 6, 12))
+    monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(older, -0.1, 0.1, "not told apart", 6, 12))
     world.serve(30)
     world.work()
 
@@ -216,23 +217,24 @@ def test_a_version_that_turns_out_worse_is_rolled_back(
         assert again.tau(fresh) == before
 
 
-def test_a_candidate_that_costs_older_conversations_does_not_take_over(
-    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("older", "taken"), [([-0.03], [0]), ([-0.015, -0.015], [1, 1]), ([-0.015, 0.01, -0.015], [1, 2, 3])]
+)
+def test_versions_lose_two_percent_at_most_over_older_conversations(
+    older: list[float], taken: list[int], target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In all, although each gains over all conversations."""
     with world(target, head, tmp_path / "learned") as learned:
-        judged(learned, monkeypatch, 0.1)
-        monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(-0.03, -0.1, 0.04, "not told apart", 6, 12))
-        learned.serve(30)
-        learned.work()
-        assert [event.outcome for event in learned.learner.versions.events] == ["took over", "not better"]
-        assert learned.learner.versions.serving == 1
+        for gain, version in zip(older, taken, strict=True):
+            judged(learned, monkeypatch, 0.1, older=gain)
+            assert learned.learner.versions.serving == version
 
 
 def test_one_prompt_again_and_again_teaches_nothing(target: Target, head: Path, tmp_path: Path) -> None:
     with world(target, head, tmp_path / "learned") as learned:
         [prompt] = learned.prompts(1)
         learned.engine.generate([prompt] * 40, PARAMS)
-        assert learned.work() == 1
+        assert learned.work() == 5  # a piece takes eight texts in
         assert len(learned.learner.texts.all) == 8
         learned.engine.generate([[7] * 40] * 3, em.SamplingParams(max_tokens=200))  # texts that loop
         learned.work()
@@ -334,6 +336,47 @@ def test_a_damaged_log_or_head_is_named(
     (folder / "log.json").write_text("{")
     with pytest.raises(ConfigError, match=r"log\.json cannot be read"):
         World(target, head, folder)
+
+
+def test_while_requests_decode_nothing_is_learned_and_few_syncs_are_added(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With share 0: the same forwards as without learning, and a copy to the host for 32 of them or a text's end."""
+    counts, evaluated, forward = {"evals": 0, "forwards": 0}, mx.eval, target.forward
+
+    def eval_counted(*arrays: Any) -> None:
+        counts["evals"] += 1
+        evaluated(*arrays)
+
+    def forward_counted(*inputs: Any, **more: Any) -> Any:
+        counts["forwards"] += 1
+        return forward(*inputs, **more)
+
+    monkeypatch.setattr(mx, "eval", eval_counted)
+    monkeypatch.setattr(target, "forward", forward_counted)
+    long = em.SamplingParams(max_tokens=100, ignore_eos=True)
+
+    def decoded(engine: em.Engine, prompts: list[list[int]], learner: Learner | None) -> dict[str, int]:
+        counts.update(evals=0, forwards=0)
+        for prompt in prompts:
+            engine.submit(engine.prepare(prompt, long))
+        while not engine.idle:
+            engine.step()
+            assert learner is None or not learner.may_work(10.0)
+        return dict(counts)
+
+    with world(target, head, tmp_path / "learned") as learned:
+        learned.serve(30)
+        assert learned.learner.pending
+        prompts = learned.prompts(4)
+        plain = em.Engine(target, em.HeadProposer(em.load_head(head, target)), policy=em.FixedPolicy(3), max_batch=64)
+        without = decoded(plain, prompts, None)
+        added = {
+            name: count - without[name] for name, count in decoded(learned.engine, prompts, learned.learner).items()
+        }
+        assert added["forwards"] == 0
+        assert 0 < added["evals"] <= without["forwards"] // 32 + len(prompts)
+        assert learned.learner.steps == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
