@@ -6,7 +6,10 @@
 After every `--every` requests, τ is measured on prompts that are never served, and on the other prompts, without
 answers that loop. Prompts describe functions of the standard library in words, or are those of `--traffic`; they are
 repeated with new seeds until there are enough. `--first 1000` continues in a folder that has seen 1,000 requests.
-`--head none` begins without a head.
+`--head none` begins with n-grams.
+
+`--adversarial` sends phases of random tokens, of loops and of one prompt between ordinary ones. `--load 4` times the
+requests with and without learning in turn: all at once for tokens/s, then as many a second for the time to first token.
 """
 
 from __future__ import annotations
@@ -14,24 +17,29 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
+
+import numpy as np
 
 import eagle_mlx as em
 from eagle_mlx.data_pipelines.sources.stdlib import functions_of, iter_files
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.serve.learning.learner import Learner
+from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.serve.learning.learner import Learner, with_new_head
 from eagle_mlx.serve.learning.options import LearnOptions
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.text import is_loop
 
-DEPTH = 4
+DEPTH, ROWS = 4, 16
 FRESH = 60
 """Prompts for a measurement."""
+Prompts = list[list[int]]
 
 
 def described() -> list[Question]:
@@ -43,10 +51,115 @@ def described() -> list[Question]:
     return [Question([{"role": "user", "content": wish}]) for wish in wishes]
 
 
-def tau(engine: em.Engine, prompts: list[list[int]], tokens: int) -> float:
-    outputs = engine.generate(prompts, em.SamplingParams(max_tokens=tokens, learn=False, memory=False))
-    kept = [output for output in outputs if not is_loop(output.tokens)]
-    return sum(len(output.tokens) for output in kept) / max(1, sum(output.rounds for output in kept))
+class Server:
+    """An engine whose head learns, as in the server's thread."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.target = em.load_target(options.target)
+        self.options = options
+        self.proposer: Proposer | None
+        if options.head == "none":
+            speculation = Speculation(mode="ngram")
+            self.proposer = with_new_head(speculation.proposer(self.target), self.target, speculation)
+        else:
+            speculation, head = Speculation(head=options.head), em.load_head(options.head, self.target)
+            quantize_for(head, self.target)
+            self.proposer = em.HeadProposer(head)
+        self.learner = Learner(LearnOptions(folder=options.folder), self.target, self.proposer, speculation)
+        self.engine = self.new_engine(learns=True)
+
+    def new_engine(self, learns: bool) -> em.Engine:
+        collector = self.learner.collector if learns else None
+        policy = em.FixedPolicy(DEPTH)
+        return em.Engine(self.target, self.proposer, policy=policy, max_batch=ROWS, collector=collector)
+
+    def encoded(self, questions: Sequence[Question]) -> Prompts:
+        return [question.encode(self.target, max_tokens=self.options.tokens) for question in questions]
+
+    def params(self, seed: int) -> em.SamplingParams:
+        return em.SamplingParams(self.options.temperature, seed=seed, max_tokens=self.options.tokens)
+
+    def serve(self, prompts: Prompts, first: int) -> None:
+        """Answer prompts; then learn until there is nothing to do."""
+        self.engine.generate(prompts, [self.params(seed) for seed in range(first, first + len(prompts))])
+        while self.learner.pending:
+            self.learner.work()
+
+    def tau(self, prompts: Prompts) -> float:
+        params = em.SamplingParams(max_tokens=self.options.tokens, learn=False, memory=False)
+        outputs = [output for output in self.engine.generate(prompts, params) if not is_loop(output.tokens)]
+        return sum(len(output.tokens) for output in outputs) / max(1, sum(output.rounds for output in outputs))
+
+    def state(self, **more: Any) -> dict[str, Any]:
+        row = {**more, "steps": self.learner.steps, "version": self.learner.versions.serving}
+        print(row, flush=True)
+        return row
+
+
+def rise(server: Server, fresh: Prompts, served: Iterator[list[int]], other: Prompts) -> Iterator[dict[str, Any]]:
+    first, every = server.options.first, server.options.every
+    for count in range(first, first + server.options.requests + 1, every):
+        began = perf_counter()
+        if count > first:
+            server.serve(list(islice(served, every)), count)
+        seconds = round(perf_counter() - began)
+        others = {"other": server.tau(other)} if other else {}
+        yield server.state(requests=count, tau=server.tau(fresh), **others, seconds=seconds)
+
+
+def adversarial(server: Server, fresh: Prompts, served: Iterator[list[int]]) -> Iterator[dict[str, Any]]:
+    rng, count = np.random.default_rng(0), server.options.every
+    one, vocab = next(served), server.target.vocab_size
+    phases: dict[str, Prompts] = {
+        "ordinary": list(islice(served, count)),
+        "random tokens": rng.integers(0, vocab, (count, 40)).tolist(),
+        "loops": [[int(token)] * 40 for token in rng.integers(0, vocab, count)],
+        "one prompt": [one] * count,
+        "ordinary again": list(islice(served, count)),
+    }
+    yield server.state(phase="before", tau=server.tau(fresh))
+    for number, (phase, prompts) in enumerate(phases.items()):
+        server.serve(prompts, number * count)
+        yield server.state(phase=phase, tau=server.tau(fresh))
+
+
+def load(server: Server, served: Iterator[list[int]]) -> Iterator[dict[str, Any]]:
+    """Time the same requests with and without learning; the learner has work all the time."""
+    prompts = list(islice(served, server.options.requests))
+    while not server.learner.pending:
+        server.engine.generate(list(islice(served, 64)), [server.params(seed) for seed in range(64)])
+    for learns in (True, False) * 3:
+        engine = server.new_engine(learns)
+        _, speed = timed(server, engine, prompts, [0.0] * len(prompts), learns)
+        arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / server.options.load, len(prompts))).tolist()
+        waits, _ = timed(server, engine, prompts, arrivals, learns)
+        yield server.state(learns=learns, tokens_per_second=speed, first_token_p95=float(np.quantile(waits, 0.95)))
+
+
+def timed(
+    server: Server, engine: em.Engine, prompts: Prompts, arrivals: Sequence[float], learns: bool
+) -> tuple[list[float], float]:
+    """Return the seconds to each request's first token, and the tokens per second."""
+    requests = [engine.prepare(prompt, server.params(seed)) for seed, prompt in enumerate(prompts)]
+    learner, began, number, waits = server.learner, perf_counter(), 0, dict[int, float]()
+    while len(waits) < len(requests) or not engine.idle:
+        while number < len(requests) and arrivals[number] <= perf_counter() - began:
+            engine.submit(requests[number])
+            number += 1
+        if engine.idle:
+            learner.work() if learns and learner.pending else sleep(0.001)
+            continue
+        start = perf_counter()
+        engine.step()
+        ended = perf_counter()
+        for at in range(number):
+            if requests[at].tokens:
+                waits.setdefault(at, ended - began - arrivals[at])
+        if learns and learner.may_work(ended - start):
+            learner.work()
+            learner.spent(perf_counter() - ended)
+    tokens = sum(len(request.tokens) for request in requests)
+    return list(waits.values()), tokens / (perf_counter() - began)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,40 +172,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, default in (("--first", 0), ("--requests", 2000), ("--every", 200), ("--tokens", 96)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--adversarial", action="store_true")
+    parser.add_argument("--load", type=float)
     options = parser.parse_args(argv)
-    target = em.load_target(options.target)
-    head = em.load_head(options.head, target)
-    quantize_for(head, target)
-    serving = em.HeadProposer(head)
-    learner = Learner(LearnOptions(folder=options.folder), target, serving, Speculation(head=options.head))
-    engine = em.Engine(target, serving, policy=em.FixedPolicy(DEPTH), max_batch=16, collector=learner.collector)
-
-    def encoded(questions: Sequence[Question]) -> list[list[int]]:
-        return [question.encode(target, max_tokens=options.tokens) for question in questions]
-
-    prompts = encoded(read_questions(options.traffic, 10**6) if options.traffic else described())
+    server = Server(options)
+    prompts = server.encoded(read_questions(options.traffic, 10**6) if options.traffic else described())
     held_out = min(FRESH, len(prompts) // 2)
-    served, fresh = prompts[held_out:], prompts[:held_out]
-    other = encoded(read_questions(options.other, FRESH)) if options.other else []
-    rows: list[dict[str, Any]] = []
-    for count in range(options.first, options.first + options.requests + 1, options.every):
-        began = time.monotonic()
-        if count > options.first:
-            numbers = range(count - options.every, count)
-            own = [em.SamplingParams(options.temperature, seed=number, max_tokens=options.tokens) for number in numbers]
-            engine.generate([served[number % len(served)] for number in numbers], own)
-        answered = time.monotonic()
-        while learner.pending:
-            learner.work()
-        learned = time.monotonic()
-        row = {"requests": count, "tau": tau(engine, fresh, options.tokens)}
-        row |= {"other": tau(engine, other, options.tokens)} if other else {}
-        row |= {"steps": learner.steps, "version": learner.versions.serving, "texts": len(learner.texts.all)}
-        rows.append({**row, "answering": round(answered - began), "learning": round(learned - answered)})
-        print(rows[-1], flush=True)
-    learner.close()
+    fresh, served = prompts[:held_out], islice(cycle(prompts[held_out:]), options.first, None)
+    if options.load:
+        rows = list(load(server, served))
+    elif options.adversarial:
+        rows = list(adversarial(server, fresh, served))
+    else:
+        other = server.encoded(read_questions(options.other, FRESH)) if options.other else []
+        rows = list(rise(server, fresh, served, other))
+    server.learner.close()
     if options.json is not None:
-        events = list(map(asdict, learner.versions.events))
+        events = list(map(asdict, server.learner.versions.events))
         options.json.write_text(json.dumps({"rows": rows, "events": events}, indent=1))
 
 

@@ -136,8 +136,20 @@ def test_learning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     named = {"--target": "target", "--head": "head", "--traffic": "traffic.jsonl", "--json": "learning.json"}
     paths = [part for flag, name in named.items() for part in (flag, str(tmp_path / name))]
     few = ["--folder", str(tmp_path / "learned"), "--requests", "8", "--every", "4", "--tokens", "4"]
-    script("learning.py")["main"]([*paths, *few])
-    written = json.loads((tmp_path / "learning.json").read_text())
-    assert [row["requests"] for row in written["rows"]] == [0, 4, 8]
-    assert all(row["tau"] >= 1 for row in written["rows"])
+
+    def rows_of(*more: str) -> list[dict[str, Any]]:
+        script("learning.py")["main"]([*paths, *few, *more])
+        rows: list[dict[str, Any]] = json.loads((tmp_path / "learning.json").read_text())["rows"]
+        return rows
+
+    measured = rows_of()
+    assert [row["requests"] for row in measured] == [0, 4, 8]
+    assert all(row["tau"] >= 1 for row in measured)
     assert "'version': 0" in capsys.readouterr().out
+    assert [row["phase"] for row in rows_of("--adversarial")][1:3] == ["ordinary", "random tokens"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_mlx.serve.learning.learner.CYCLE_TOKENS", 1)
+        patch.setattr("eagle_mlx.serve.learning.learner.LEAST_JUDGED", 1)
+        assert [row["learns"] for row in rows_of("--load", "100")] == [True, False] * 3
+    few[1] = str(tmp_path / "grown")
+    assert [row["version"] for row in rows_of("--head", "none")] == [0, 0, 0]
