@@ -37,7 +37,7 @@ from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.text import is_loop
 
 DEPTH, ROWS = 4, 16
-FRESH = 60
+FRESH, OTHERS = 60, 40
 """Prompts for a measurement."""
 Prompts = list[list[int]]
 
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.adversarial:
         rows = list(adversarial(server, fresh, served))
     else:
-        other = server.encoded(read_questions(options.other, FRESH)) if options.other else []
+        other = server.encoded(read_questions(options.other, OTHERS)) if options.other else []
         rows = list(rise(server, fresh, served, other))
     server.learner.close()
     if options.json is not None:

@@ -120,7 +120,14 @@ class ServerCollector(Collector):
         yield from _families(_SERVICE, services)
         yield from _families(_LOADED, loaded)
         yield from _families(_DISK, {name: x.disk for name, x in present.items() if x.disk is not None})
-        yield from _families(_LEARNER, {name: x.learner for name, x in present.items() if x.learner is not None})
+        learning = {name: x.learner for name, x in present.items() if x.learner is not None}
+        yield from _families(_LEARNER, learning)
+        taus = GaugeMetricFamily("eagle:learn_tau", "τ of a version, as judged last", labels=[_MODEL, "version"])
+        for name, learner in learning.items():
+            for version, tau in learner.versions.taus.items():
+                taus.add_metric([name, str(version)], tau)
+        if learning:
+            yield taus
         yield from _families(_SHARED, {name: service for name, service in services.items() if service.ranks > 1})
         for name, text, label, counts in _BY_LABEL:
             counter = CounterMetricFamily(name, text, labels=[_MODEL, label])

@@ -25,6 +25,7 @@ from eagle_mlx.progress import counted, progress_bar, tokens_per_second
 from eagle_mlx.proposers.draft_model import check_same_tokenizer
 from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
 
+from ..learning.versions import summary
 from . import measure
 from .measure import BestChain, SameBits, Steps
 from .options import PRINT, USUAL, DoctorOptions
@@ -65,6 +66,8 @@ class Findings:
     same_bits: Sequence[SameBits]
     chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
+    learned: str | None = None
+    """What a learning folder holds."""
 
 
 def doctor(options: DoctorOptions, command: str) -> None:
@@ -104,6 +107,7 @@ def _measured(options: DoctorOptions) -> Findings:
         same_bits=measure.compare_bits(target, compared),
         chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
         draft_model=None if draft is None else _sizes(draft),
+        learned=None if options.learned is None else summary(options.learned.expanduser()),
     )
 
 
@@ -143,6 +147,8 @@ def as_text(findings: Findings) -> str:
     lines = [f"machine: {findings.machine}", f"memory: {limits}", f"model: {model}"]
     if findings.draft_model is not None:
         lines.append(f"draft model: {findings.draft_model}")
+    if findings.learned is not None:
+        lines.append(f"learned: {findings.learned}")
     lines += ["", "| positions | ms of a verify | of one position |", "|---|---|---|"]
     lines += [f"| {count} | {ms:.2f} | {ms / single:.2f} |" for count, ms in steps.verify_ms.items()]
     lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / single:.2f} of a verify of one position"]

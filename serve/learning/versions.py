@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import locked, sync_folder, write_whole
+from eagle_mlx.memory import gb
 from eagle_mlx.progress import counted
 
 log = logging.getLogger("eagle_mlx.serve")
@@ -91,6 +92,17 @@ class Versions:
             if event.outcome == "took over":
                 lost = max(0.0, lost - event.older)
         return lost
+
+    @property
+    def taus(self) -> dict[int, float]:
+        """τ of each version that served, over the conversations that judged it last."""
+        taus, serving = dict[int, float](), 0
+        for event in self.events:
+            pair = (event.version, serving) if event.outcome == "rolled back" else (serving, event.version)
+            if pair[0] != pair[1]:
+                taus[pair[1]] = event.after
+            taus[pair[0]], serving = event.before, event.version
+        return taus
 
     def path(self, version: int) -> Path:
         return self._folder / HEADS / str(version)
@@ -182,10 +194,23 @@ def show_log(folder: Path) -> int:
     return 0
 
 
-def forget(folder: Path) -> int:
-    """Delete the texts; return the exit status. Raises ConfigError if there are none, OutputError if a server runs."""
+def summary(folder: Path) -> str:
+    """Return a line about what a folder holds. Raises ConfigError if it is another folder."""
+    _check(folder)
+    serving, events = _read_log(folder) if (folder / _LOG).exists() else (0, [])
+    sizes = [path.stat().st_size for path in folder.glob(f"{TEXTS}/*")]
+    line = f"{folder}, {gb(sum(sizes))} of texts, version {serving} of the head serves"
+    return f"{line}; {events[-1]}" if events else line
+
+
+def _check(folder: Path) -> None:
     if not (folder / _IDENTITY).exists():
         raise ConfigError(f"{folder} is not a folder of eagle-serve --learn")
+
+
+def forget(folder: Path) -> int:
+    """Delete the texts; return the exit status. Raises ConfigError if there are none, OutputError if a server runs."""
+    _check(folder)
     with _locked(folder):
         shutil.rmtree(folder / TEXTS, ignore_errors=True)
     print(f"the texts in {folder} are deleted; its versions of the head stay, which learned from them")

@@ -146,6 +146,7 @@ def test_the_advice_follows_from_the_figures() -> None:
         "Verifies and plain rounds give the same bits",
     ]
     assert "wired limit not changed" in as_text(good)
+    assert "learned: FOLDER, 0.0 MB of texts" in as_text(findings(learned="FOLDER, 0.0 MB of texts"))
     differing = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 64, 2, 0.1)])
     assert "differs at 3 of 128 positions (trained" in " ".join(advice(differing))
     assert "up to 4 positions (for one request: --num-speculative-tokens 3)" in " ".join(advice(differing))

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import TimeoutExpired
 
@@ -20,7 +21,7 @@ from eagle_mlx.hidden_states import Example, HiddenStates
 from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.serve.learning.options import LearnOptions
 from eagle_mlx.serve.learning.texts import Texts
-from eagle_mlx.serve.learning.versions import Event, Versions, claim
+from eagle_mlx.serve.learning.versions import Event, Versions, claim, summary
 from eagle_mlx.shards import ShardMeta
 from tests.fakes import tiny_head, tiny_target
 from tests.forks import Fork
@@ -166,6 +167,22 @@ def test_forget_deletes_the_texts_and_log_shows_the_versions(
     shown = capsys.readouterr().out
     assert "took over: tau 2.000 to 2.200, +10.0% (+5.0% to +15.0%) over 20 held-out conversations" in shown
     assert shown.endswith("version 1 serves\n")
+    assert summary(folder).startswith(f"{folder}, 0.0 MB of texts, version 1 of the head serves; took over: tau 2.000")
+    with pytest.raises(ConfigError, match="is not a folder of eagle-serve --learn"):
+        summary(tmp_path)
+
+
+def test_each_version_has_the_tau_of_its_last_judgment(tmp_path: Path) -> None:
+    with claim(tmp_path, {}):
+        versions = Versions(tmp_path)
+        for outcome, version, before, after in (
+            ("not better", 0, 2.0, 1.9),
+            ("took over", 1, 2.1, 2.3),
+            ("took over", 2, 2.2, 2.5),
+            ("rolled back", 1, 2.4, 2.0),
+        ):
+            versions.note(replace(event(version), outcome=outcome, before=before, after=after))
+        assert versions.taus == {0: 2.1, 1: 2.4, 2: 2.0}
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,22 @@ def test_depths_without_drafts_are_explained(page: Page) -> None:
         assert page.text("#positions") == "no draft found yet"
 
 
+@browsing
+def test_the_versions_of_a_head_that_learns_are_drawn_with_their_tau(page: Page) -> None:
+    with canned() as it:
+        it.metrics("eagle:rounds_total 1\n")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#depths').innerText === 'no rounds yet'")
+        assert page.text("#versions") == ""
+        taus = "".join(f'eagle:learn_tau{{version="{at}"}} {tau}\n' for at, tau in ((0, 2.5), (1, 3.5), (2, 3.25)))
+        it.metrics(f"eagle:rounds_total 2\n{taus}eagle:learn_version 1\n")
+        page.until("document.querySelector('#versions').innerText.includes('version 2')")
+        assert items(page, "versions") == {"version 0": "2.50", "version 1": "3.50", "version 2": "3.25"}
+        assert page.js("document.querySelector('#versions .now').firstChild.innerText") == "version 1"
+        width = "document.querySelector('#versions li:last-child i').style.width"
+        assert float(page.js(width).rstrip("%")) == pytest.approx(100 * 3.25 / 3.5, abs=0.1)
+
+
 def both() -> Loaded:
     """Return a model with a head and n-grams."""
     target = given_target()
