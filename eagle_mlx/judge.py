@@ -130,20 +130,12 @@ class Judge:
                 if recording is None:
                     self.left_out += 1
                 else:
-                    self.add(recording)
+                    a, b = (draft_along(proposer, recording, self.depth, self.target) for proposer in self.proposers)
+                    self.drafted.append((a, b))
                 bar.update()
         if not self.drafted:
             raise EagleError(f"the target's answers to all {len(prompts)} prompts loop; use other prompts")
         return self.comparison(curve)
-
-    def recording(self, text: Sequence[int], answer: int, params: SamplingParams) -> Recording:
-        """Read a text of the target. `answer`, `params`: see `Recording`."""
-        return _read(self.target, self.layers, text, answer, params)
-
-    def add(self, recording: Recording) -> None:
-        """Let both proposers draft along a recording, which is one conversation of the comparison."""
-        first, second = (draft_along(proposer, recording, self.depth, self.target) for proposer in self.proposers)
-        self.drafted.append((first, second))
 
     def comparison(self, curve: Curve | None = None) -> Comparison:
         """Compare the proposers over all recordings so far, at least one."""
@@ -176,10 +168,13 @@ def record(
             if output.error is not None:
                 raise EagleError(f"the target cannot answer a prompt of {len(prompt)} tokens: {output.error}")
             loops = is_loop(output.tokens)
-            yield None if loops else _read(target, layers, [*prompt, *output.tokens], len(prompt), answered)
+            yield None if loops else read_text(target, layers, [*prompt, *output.tokens], len(prompt), answered)
 
 
-def _read(target: Target, layers: Sequence[int], text: Sequence[int], answer: int, params: SamplingParams) -> Recording:
+def read_text(
+    target: Target, layers: Sequence[int], text: Sequence[int], answer: int, params: SamplingParams
+) -> Recording:
+    """Return a text of the target with its states. `answer`, `params`: see `Recording`."""
     states = target.forward(mx.array([text[:-1]], mx.int32), aux_layers=layers).aux
     mx.eval(states)
     return Recording(text, answer, params, dict(zip(layers, states, strict=True)))

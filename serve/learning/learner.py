@@ -120,8 +120,6 @@ class Learner:
         if self.versions.serving:
             self._exchange(self._loaded(self.versions.serving))
             self._trainer = None
-        elif isinstance(self._proposer, HybridProposer):
-            self._proposer.model_drafts = self._ngrams is None
         target, named = self._target, self._serving.head.named_layers
         meta = ShardMeta(target.name, target.hidden_size, target.vocab_size, named)
         self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
@@ -344,7 +342,9 @@ def with_new_head(proposer: Proposer | None, target: Target, speculation: Specul
 
     head = first_head(target)
     quantize_for(head, target, speculation.head_bits)
-    return HybridProposer(HeadProposer(head), proposer)
+    grown = HybridProposer(HeadProposer(head), proposer)
+    grown.model_drafts = False
+    return grown
 
 
 def head_of(proposer: Proposer | None) -> HeadProposer:

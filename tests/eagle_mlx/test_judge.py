@@ -9,7 +9,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import EagleError
-from eagle_mlx.judge import Judge, draft_along
+from eagle_mlx.judge import Judge, draft_along, read_text
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
@@ -34,7 +34,7 @@ def check_rounds(target: Target, proposer: Proposer, depth: int = DEPTH, tokens:
     own = [em.SamplingParams(temperature=2.0 * (at % 2), seed=at, max_tokens=tokens) for at in range(3)]
     accepted = 0
     for prompt, params, output in zip(prompts(target), own, engine.generate(prompts(target), own), strict=True):
-        recording = judge.recording([*prompt, *output.tokens], len(prompt), params)
+        recording = read_text(target, judge.layers, [*prompt, *output.tokens], len(prompt), params)
         drafting = draft_along(proposer, recording, depth, target)
         assert drafting.decoded.tokens == len(output.tokens)
         assert len(drafting.accepted) == drafting.decoded.rounds == output.rounds
@@ -127,7 +127,7 @@ def test_answers_that_loop_are_left_out() -> None:
 def test_only_the_layers_that_a_head_reads_are_recorded() -> None:
     target = tiny_target()
     judge = Judge(target, em.NgramProposer(), em.HeadProposer(tiny_head(target)), DEPTH)
-    recording = judge.recording([5, 6, 7, 8], 2, PARAMS)
+    recording = read_text(target, judge.layers, [5, 6, 7, 8], 2, PARAMS)
     assert set(recording.states) == set(tiny_head(target).aux_layers)
     assert {states.shape for states in recording.states.values()} == {(1, 3, target.hidden_size)}
     assert all(states.dtype == mx.float32 for states in recording.states.values())
