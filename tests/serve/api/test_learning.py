@@ -94,6 +94,17 @@ def test_a_second_server_and_a_server_without_a_head_are_refused(
         config(models, shard="tensor")
 
 
+def test_a_server_without_a_head_starts_with_ngrams(models: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    named = {"target": str(models / "target"), "learn": str(tmp_path / "learned"), "spec_decode": "ngram"}
+    with live(lambda: load(LoadConfig.of(**named, kv_gb=0.01, prior=False), lines.append)) as server:
+        assert any("n-grams draft until a head is better" in line for line in lines)
+        assert server.http.post(COMPLETIONS, json={"prompt": "a b c a b c", "max_tokens": 8}).status_code == 200
+        server.until(lambda: number(server, "eagle:learn_texts_total") == 1)
+        now = server.http.get("/v1/spec_decode/metrics").json()
+        assert (now["spec_decode_modes"], now["spec_decode_drafters"]) == (["ngram", "none"], ["ngram"])
+
+
 class Eager:
     """Always has work to do; a piece of it can be held."""
 
