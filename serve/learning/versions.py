@@ -65,10 +65,7 @@ class Versions:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self.events: list[Event] = []
-        self.serving = 0
-        if (folder / _LOG).exists():
-            self.serving, self.events = _read_log(folder)
+        self.events = _read_log(folder)
         heads = folder / HEADS
         heads.mkdir(mode=0o700, exist_ok=True)
         for path in heads.iterdir():
@@ -81,8 +78,12 @@ class Versions:
         return self._folder / HEADS / _CANDIDATE
 
     @property
+    def serving(self) -> int:
+        return self.events[-1].version if self.events else 0
+
+    @property
     def latest(self) -> int:
-        return max([self.serving, *(event.version for event in self.events)])
+        return max((event.version for event in self.events), default=0)
 
     @property
     def lost(self) -> float:
@@ -121,24 +122,23 @@ class Versions:
     def note(self, event: Event) -> None:
         """Add an event to the log, whose version serves from now on, and delete versions that are too old."""
         events = [*self.events, event][-_EVENTS:]
-        content = {"format": _FORMAT, "serving": event.version, "events": list(map(asdict, events))}
+        content = {"format": _FORMAT, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
         kept = (self.serving, event.version)  # a rollback returns to the one before
         if event.version != self.serving:
             log.info("version %d of the head serves now; %s", event.version, event)
-        self.serving, self.events = event.version, events
+        self.events = events
         numbers = sorted(int(path.name) for path in (self._folder / HEADS).iterdir() if path.name.isdecimal())
         for number in numbers[:-_KEPT]:
             if number not in kept:
                 shutil.rmtree(self.path(number), ignore_errors=True)
 
 
-def _read_log(folder: Path) -> tuple[int, list[Event]]:
-    """Return the serving version and the events. Raises ConfigError if the log cannot be read."""
+def _read_log(folder: Path) -> list[Event]:
+    """Return the events, none without a log. Raises ConfigError if the log cannot be read."""
     path = folder / _LOG
     try:
-        content = json.loads(path.read_text())
-        return int(content["serving"]), [Event(**event) for event in content["events"]]
+        return [Event(**event) for event in json.loads(path.read_text())["events"]] if path.exists() else []
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} cannot be read ({e}); remove {folder}, or name another folder") from e
 
@@ -183,13 +183,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def show_log(folder: Path) -> int:
     """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
-    if not (folder / _LOG).exists():
+    events = _read_log(folder)
+    if not events:
         print(f"{folder} has no versions of a head yet")
         return 1
-    serving, events = _read_log(folder)
     for event in events:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.time))
         print(f"{when}  version {event.version:<3} {event}; {counted(event.tokens, 'token')} learned")
+    serving = events[-1].version
     print(f"version {serving} serves" + (", the head that the server is started with" if not serving else ""))
     return 0
 
@@ -197,10 +198,9 @@ def show_log(folder: Path) -> int:
 def summary(folder: Path) -> str:
     """Return a line about what a folder holds. Raises ConfigError if it is another folder."""
     _check(folder)
-    serving, events = _read_log(folder) if (folder / _LOG).exists() else (0, [])
-    sizes = [path.stat().st_size for path in folder.glob(f"{TEXTS}/*")]
-    line = f"{folder}, {gb(sum(sizes))} of texts, version {serving} of the head serves"
-    return f"{line}; {events[-1]}" if events else line
+    events, nbytes = _read_log(folder), sum(path.stat().st_size for path in folder.glob(f"{TEXTS}/*"))
+    last = f"version {events[-1].version} of the head serves; {events[-1]}" if events else "no versions of a head yet"
+    return f"{folder}, {gb(nbytes)} of texts, {last}"
 
 
 def _check(folder: Path) -> None:
