@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import eagle_mlx as em
-from eagle_mlx.judge import Drafting, Judge, draft_along
+from eagle_mlx.judge import Drafting, draft_along, read_text
 from eagle_mlx.machine import describe
 from eagle_mlx.paired import tau
 from eagle_mlx.serve.prompts import read_questions, with_filler
@@ -44,7 +44,7 @@ def main() -> None:
     proposers = {name: em.HeadProposer(head, *window) for name, window in windows.items()}
     for proposer in proposers.values():
         proposer.bind(target)
-    judge, engine = Judge(target, proposers["off"], proposers["off"], args.depth), em.Engine(target)
+    layers, engine = proposers["off"].aux_layers, em.Engine(target)
     params = em.SamplingParams(max_tokens=args.max_tokens)
     print(describe(), flush=True)
     results: dict[int, list[dict[str, Drafting]]] = {}
@@ -55,7 +55,7 @@ def main() -> None:
             answer = engine.generate([prompt], params)[0].tokens
             if is_loop(answer) or len(answer) < 8:
                 continue
-            text = judge.recording([*prompt, *answer], len(prompt), params)
+            text = read_text(target, layers, [*prompt, *answer], len(prompt), params)
             answers.append({name: draft_along(own, text, args.depth, target) for name, own in proposers.items()})
             print(f"{filler:6,} tokens of text, {len(answers)} answers: {summary(answers)}", flush=True)
     if args.json:
