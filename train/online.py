@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from eagle_mlx.target import Target
 from .config import TrainConfig, file_type
 from .data import InMemory, Rows, TrainData
 from .data.examples import draft_vocabulary
-from .kinds import Head, aux_layers_of, kind_of, resolve
+from .kinds import LARGEST_STEP, Head, aux_layers_of, kind_of, resolve
 from .run.start import new_head, to_train
 from .step import Stepper
 
 ROWS, LENGTH = 4, 256
 """Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
-_SHARE = 0.5
-"""Share of a whole run's peak learning rate, because these steps are small and the head is trained already."""
+_SHARE = math.sqrt(ROWS * LENGTH / LARGEST_STEP)
+"""Of a whole run's peak learning rate: Adam's rate goes with the square root of the batch (Malladi et al. 2022, arXiv
+2205.10287)."""
 _WARMUP = 10
 """Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
 
@@ -44,12 +46,13 @@ def first_head(target: Target, examples: Sequence[Example] = ()) -> Head:
 class OnlineTrainer:
     """A head in training, and its optimizer."""
 
-    def __init__(self, head: Head, target: Target, seed: int = 0):
-        """Train `head`, which nothing else may use, with the defaults of its kind. Raises ConfigError if it cannot be
-        trained."""
+    def __init__(self, head: Head, target: Target, seed: int = 0, is_new: bool = False):
+        """Train `head`, which nothing else may use, with the defaults of its kind; at a third of the usual rate unless
+        it is new, or else it forgets. Raises ConfigError if it cannot be trained."""
         unroll = head.config.drafts if isinstance(head, BlockHead) else None
         batches = {"rows": ROWS, "length": LENGTH, "unroll": unroll, "lanes": 1, "seed": seed}
-        given = TrainConfig.of(head=kind_of(head).name, init_from="the serving head", **batches)
+        named = {"init_from": "the serving head", "adapt": "" if is_new else "the serving head"}
+        given = TrainConfig.of(head=kind_of(head).name, **named, **batches)
         self._config = resolve(given, target.hidden_size)
         kind_of(head).mismatches(head, self._config)  # refuses heads that cannot be trained
         self._target, self._head = target, to_train(head, target, self._config)

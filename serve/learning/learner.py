@@ -227,7 +227,7 @@ class Learner:
         if place is not None:
             return OnlineTrainer(load_found(place, self._target), self._target)
         examples = list(map(self.texts.read, self._newest(_BUFFER_BYTES // self.texts.token_bytes)))
-        return OnlineTrainer(first_head(self._target, examples), self._target)
+        return OnlineTrainer(first_head(self._target, examples), self._target, is_new=True)
 
     def _newest(self, tokens: int) -> list[Text]:
         """Return the newest texts to learn, oldest first, with so many tokens in all, or a few more."""

@@ -43,6 +43,19 @@ def test_every_kind_learns_and_keeps_its_shape(kind: str, target: Target, tmp_pa
     assert saved.config == config
 
 
+def test_a_trained_head_takes_a_third_of_a_new_ones_steps(target: Target) -> None:
+    """Larger ones made the included head forget three times as much of other texts, and gained no more."""
+    moved = []
+    for is_new in (False, True):
+        head = ALL["eagle3.1"](target)
+        before = head.midlayer.mlp.down_proj.weight
+        head.attach(target)
+        examples = list(capture(target, head.named_layers, conversations(target)))
+        OnlineTrainer(head, target, is_new=is_new).step(examples[:ROWS])
+        moved.append(float(abs(head.midlayer.mlp.down_proj.weight - before).mean()))
+    assert moved[1] == pytest.approx(3 * moved[0], rel=0.01)
+
+
 def test_a_head_that_cannot_be_trained_is_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="the serving head .* cannot be trained"):
         OnlineTrainer(dspark(target, markov_head="rnn", first_slot_drafts=False), target)
