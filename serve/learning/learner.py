@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx import HeadProposer, HybridProposer, Memory, NgramProposer, SamplingParams, learn_costs
+from eagle_mlx import HeadProposer, HybridProposer, Memory, NgramProposer, SamplingParams
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine.collector import Collector
 from eagle_mlx.errors import ConfigError
@@ -99,7 +99,7 @@ class Learner:
         self._trainer: OnlineTrainer | None = None
         self._ngrams: NgramProposer | None = None
         """What a new head must beat: n-grams with the texts that are learned, but not with those that judge."""
-        self._curve, digest = None, "none"
+        digest = "none"
         if speculation.head is not None:
             first = load_found(speculation.head, target)
             self._trainer, digest = OnlineTrainer(first, target), digest_of(first)
@@ -107,7 +107,6 @@ class Learner:
             own = proposer.ngrams
             memory = None if own.memory is None else Memory(own.memory.limit)
             self._ngrams = NgramProposer(own.max_ngram, own.min_ngram, own.prompt_lookup, memory)
-            self._curve = learn_costs(target) if speculation.keep else None  # a head takes time to draft
         identity = {"target": target.name, "fingerprint": fingerprint(target), "head": digest}
         self._claim = claim(self.folder, identity)
         with ExitStack() as stack:
@@ -251,7 +250,7 @@ class Learner:
         judge = Judge(self._target, self._drafter(self._serving, self.versions.serving), candidate, _DEPTH)
         yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
         took = self._event("took over", self.versions.latest + 1, judge, trainer.tokens)
-        gain, keeps = judge.comparison(self._curve).gain, self.versions.lost - took.older <= _MOST_LOST
+        gain, keeps = judge.comparison().gain, self.versions.lost - took.older <= _MOST_LOST
         if gain.verdict == "better" and keeps:
             former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
             self.versions.take_over(took)
@@ -274,7 +273,7 @@ class Learner:
             return
         judge = Judge(self._target, self._drafter(former.head, former.version), self._serving, _DEPTH)
         yield from self._draft_along(judge, newer[:MOST_JUDGED])
-        if judge.comparison(self._curve).gain.verdict == "worse":
+        if judge.comparison().gain.verdict == "worse":
             self.versions.note(self._event("rolled back", former.version, judge, 0))
             self._exchange(former.head)
             self._trainer = None
@@ -326,7 +325,7 @@ class Learner:
         return loaded
 
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
-        comparison, older = judge.comparison(self._curve), judge.drafted[: len(judge.drafted) // 2]
+        comparison, older = judge.comparison(), judge.drafted[: len(judge.drafted) // 2]
         gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
         lost = gain_of([first.decoded for first, _ in older], [second.decoded for _, second in older]).gain

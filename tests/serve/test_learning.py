@@ -58,7 +58,7 @@ class World:
     """An engine with a head that learns, and its traffic. Without a head, it begins with n-grams."""
 
     def __init__(self, target: Target, head: Path | None, folder: Path, depth: int = 3, **settings: Any):
-        speculation = Speculation(head_bits=settings.pop("head_bits", None), keep=False)
+        speculation = Speculation(head_bits=settings.pop("head_bits", None))
         if head is None:
             speculation = replace(speculation, mode="ngram")
             proposer = with_new_head(speculation.proposer(target), target, speculation)
