@@ -106,7 +106,7 @@ def world(target: Target, head: Path | None, folder: Path, **settings: Any) -> I
 def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 6, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 18, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
     target, head = tiny_target(layers=3, vocab=32), tmp_path / "head"
     save_eagle3(tiny_head(target), head, target_name="tiny")
