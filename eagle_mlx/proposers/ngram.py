@@ -71,7 +71,8 @@ class NgramRow:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add a prompt, or the tokens of a round."""
-        self._new.append(tokens)
+        if tokens:
+            self._new.append(tokens)
 
     @property
     def match(self) -> list[int]:

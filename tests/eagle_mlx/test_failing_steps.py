@@ -56,6 +56,8 @@ class Failing(Proposer):
     def __init__(self, method: str, nth: int, every: bool = False, head: em.HeadProposer | None = None):
         """`head`: drafts in place of chance."""
         self.method, self.nth, self.every, self.head = method, nth, every, head
+        if head is not None:
+            self.aux_layers = head.aux_layers
         self.calls = 0
         self.rng = np.random.default_rng(nth)
 
