@@ -26,8 +26,8 @@ from .step import Stepper
 ROWS, LENGTH = 4, 256
 """Rows of a step, and tokens of a row: a step is as long as a few rounds, since a request may wait for it."""
 _SHARE = math.sqrt(ROWS * LENGTH / LARGEST_STEP)
-"""Of a whole run's peak learning rate: Adam's rate goes with the square root of the batch (Malladi et al. 2022, arXiv
-2205.10287)."""
+"""Share of a whole run's peak learning rate: Adam's rate goes with the square root of the batch (Malladi et al. 2022,
+arXiv 2205.10287)."""
 _WARMUP = 10
 """Steps in which the rate rises, because AdamW's first updates are as large as if the gradients were certain."""
 

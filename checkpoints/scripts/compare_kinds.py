@@ -28,7 +28,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.heads import load_head
+from eagle_mlx.heads import KINDS, load_head
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.machine import describe
@@ -42,7 +42,7 @@ from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kind_settings import KIND_SETTINGS
-from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
+from eagle_mlx.train.kinds import aux_layers_of, resolve
 from eagle_mlx.train.run import LAST, data_fingerprint, set_up, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]

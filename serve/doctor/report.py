@@ -67,7 +67,7 @@ class Findings:
     chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
     learned: str | None = None
-    """What a learning folder holds."""
+    """A line about what a learning folder holds."""
 
 
 def doctor(options: DoctorOptions, command: str) -> None:

@@ -93,12 +93,12 @@ class Learner:
 
         assert options.folder is not None
         self.folder, self._share = options.folder.expanduser(), options.share
-        self._target, self._proposer, self._serving = target, proposer, head_of(proposer)
-        self._speculation = speculation
+        self._target, self._speculation = target, speculation
+        self._proposer, self._serving = proposer, head_of(proposer)
         self._serving.bind(target)
         self._trainer: OnlineTrainer | None = None
         self._ngrams: NgramProposer | None = None
-        """What a new head must beat: n-grams with the texts that are learned, but not with those that judge."""
+        """N-grams that a new head must beat, with the texts that are learned, but not with those that judge."""
         digest = "none"
         if speculation.head is not None:
             first = load_found(speculation.head, target)

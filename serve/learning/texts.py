@@ -47,8 +47,8 @@ class Texts:
 
     def __init__(self, folder: Path, limit: int, meta: ShardMeta):
         """folder: is created, readable by its owner alone. limit: bytes of all files. Damaged files are deleted."""
-        self._folder, self._limit, self._meta = folder, limit, meta
-        self.token_bytes = bytes_per_token(meta)
+        self._folder, self._limit = folder, limit
+        self._meta, self.token_bytes = meta, bytes_per_token(meta)
         self._serial = 0
         self._files: dict[Path, list[Text]] = {}
         self._new: list[Text] = []

@@ -87,7 +87,7 @@ class Versions:
 
     @property
     def lost(self) -> float:
-        """What the versions that took over have lost over older conversations since their best: 0.01 is 1 %."""
+        """The loss over older conversations by the versions that took over, since their best: 0.01 is 1 %."""
         lost = 0.0
         for event in self.events:
             if event.outcome == "took over":

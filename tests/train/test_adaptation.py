@@ -234,7 +234,7 @@ def test_hours_limit_the_whole_run(tmp_path: Path, ask: Path, few: Path, capsys:
     assert report["adapted"]["from"] == "head"
     assert "time: 0:00:00 at most: the target answers the prompts until 0:00:00, the target writes conv" in told
     assert re.search(r"are trained; learning rate [\d.]+, loss soft$", told, re.MULTILINE)
-    assert "no time was left for 268 prompts" in told
+    assert re.search(r"no time was left for \d+ prompts", told)
 
 
 def test_hours_limit_what_the_target_makes_up(tmp_path: Path, few: Path, capsys: Any) -> None:
