@@ -294,7 +294,7 @@ def idle(world: ProcessGroup) -> dict[str, Any]:
 
     def work(target: LeadingTarget) -> None:
         Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=4, ignore_eos=True))
-        time.sleep(2.5)  # a rank rests after a second without work
+        time.sleep(4.0)  # a rank rests after a second without work, and is watched in the last second or two
 
     led(world, whole_model("qwen3", world.size), work, Watched(world))
     if world.is_rank_zero:

@@ -14,7 +14,7 @@ from eagle_mlx.policy import Policy
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target
-from tests.full import diagonal
+from tests.full import diagonal, in_turn
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
 
@@ -47,7 +47,7 @@ def check(example: Example, target: Target, layers: tuple[int, ...], text: list[
     np.testing.assert_allclose(there, here, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(("kind", "max_batch"), diagonal(heads.ALL, [3, 1]))
+@pytest.mark.parametrize(("kind", "max_batch"), in_turn(diagonal(heads.ALL, [3, 1]), of=3))
 def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: int, target: Target) -> None:
     head = heads.ALL[kind](target)
     collector = collector_for(target, head)

@@ -14,7 +14,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target
-from tests.full import diagonal
+from tests.full import diagonal, in_turn
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
 PARAMS = {
@@ -75,7 +75,7 @@ def test_texts_stay_when_the_head_changes_in_the_middle(
     )
 
 
-@pytest.mark.parametrize("kind", heads.ALL)
+@pytest.mark.parametrize("kind", in_turn(heads.ALL))
 def test_new_requests_are_drafted_by_the_new_head(kind: str, target: Target) -> None:
     def rounds(engine: em.Engine) -> list[list[int]]:
         outputs = engine.generate(PROMPTS, em.SamplingParams(temperature=2.0, seed=5, max_tokens=24))

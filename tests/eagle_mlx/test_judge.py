@@ -14,6 +14,7 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target
 from tests.eagle_mlx import heads
 from tests.fakes import Oracle, tiny_head, tiny_target
+from tests.full import in_turn
 
 DEPTH = 4
 
@@ -44,7 +45,7 @@ def check_rounds(target: Target, proposer: Proposer, depth: int = DEPTH, tokens:
     return accepted
 
 
-@pytest.mark.parametrize("kind", heads.ALL)
+@pytest.mark.parametrize("kind", in_turn(heads.ALL, 1))
 def test_every_kind_of_head_has_the_rounds_of_real_decoding(kind: str) -> None:
     target = tiny_target(vocab=48)
     assert check_rounds(target, em.HeadProposer(heads.ALL[kind](target))) > 0
