@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="checkpoints/prompts.jsonl", help="rows with `messages`")
     parser.add_argument("--replay", default="builtin:python-chat", help="older conversations")
     parser.add_argument("--output", default="out/adapted-head")
-    parser.add_argument("--limit", type=int, default=60, help="number of prompts, at least 51")
+    parser.add_argument("--limit", type=int, default=60, help="number of prompts, of which at least 6 must judge")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
 
