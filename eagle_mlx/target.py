@@ -284,8 +284,7 @@ def load_target(
         target = Target(model, tokenizer, name=str(name))
         if shard is None:
             target.forward(mx.zeros((1, 1), mx.int32))  # computes nothing, but finds shapes that do not fit
-        if (vision := Vision.of(folder, target.embed, target.dtype)) is not None:
-            target.vision, vision.is_sharded = vision, shard is not None
+        target.vision = Vision.of(folder, target.embed, target.dtype, is_sharded=shard is not None)
     target.whole_digest, target.adapter = digest, adapter
     return target
 

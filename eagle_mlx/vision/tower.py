@@ -56,11 +56,18 @@ _WEIGHTS = ("vision", "visual", "multi_modal_projector")  # what names of weight
 class Vision:
     """Reads images for a target. Several threads may call `read`; embeddings belong to the engine's thread."""
 
-    is_sharded = False  # whether this process has only a part of the target
-
-    def __init__(self, folder: Path, config: dict[str, Any], embed: Callable[[mx.array], mx.array], dtype: mx.Dtype):
-        """`embed`: the target's token embedding, which the tower uses too. Loads nothing."""
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        embed: Callable[[mx.array], mx.array],
+        dtype: mx.Dtype,
+        is_sharded: bool = False,
+    ):
+        """`embed`: the target's token embedding, which the tower uses too. `is_sharded`: whether this process has only
+        a part of the target. Loads nothing."""
         self._folder, self._config = folder, config
+        self._is_sharded = is_sharded
         self._embed, self._dtype = embed, dtype
         self._width = int(config.get("text_config", {}).get("hidden_size", 0))
         self._lock = threading.Lock()
@@ -68,19 +75,21 @@ class Vision:
         self._newest: tuple[_Key, ImageTokens, dict[str, Any]] | None = None  # with its prepared pixels
 
     @classmethod
-    def of(cls, folder: Path, embed: Callable[[mx.array], mx.array], dtype: mx.Dtype) -> Vision | None:
+    def of(
+        cls, folder: Path, embed: Callable[[mx.array], mx.array], dtype: mx.Dtype, is_sharded: bool = False
+    ) -> Vision | None:
         """Return the vision of a target's folder, or None if the model reads only text."""
         with suppress(OSError, ValueError):
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if isinstance(config, dict) and config.get("vision_config"):
-                return cls(folder, config, embed, dtype)
+                return cls(folder, config, embed, dtype, is_sharded)
         return None
 
     @property
     def problem(self) -> str | None:
         """Why no image can be read, with a remedy; None if images can be read."""
         kind = self._config.get("model_type")
-        if self.is_sharded:
+        if self._is_sharded:
             return "images are not supported by a model over several processes; leave out --shard"
         if kind not in FAMILIES:
             return f"images are not supported for models of type {kind}, only for {', '.join(sorted(FAMILIES))}"

@@ -75,8 +75,17 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     remember(speculation.memory_texts, engine, say)
     drafts, texts = (0, None) if proposer is None else (speculation.max_depth, proposer.memory)
     kept = MemoryFile(folder, texts, target) if files is not None and texts is not None else None
-    defaults, thought = sampling_defaults(config.name), config.thinking_budget
-    return Loaded(engine, name, drafts, defaults, speculation, kept, learner, thought, config.images)
+    return Loaded(
+        engine,
+        name,
+        drafts,
+        sampling_defaults(config.name),
+        speculation,
+        memory_file=kept,
+        learner=learner,
+        thinking_budget=config.thinking_budget,
+        image_limits=config.images,
+    )
 
 
 def load_target(config: LoadConfig, lazy: bool = False) -> Target:

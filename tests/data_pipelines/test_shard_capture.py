@@ -102,7 +102,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) ->
     draw, folder, kept, kills = random.Random(0), tmp_path / "s", 0, 0
     attempts = in_full(5, 3)
     for number in range(attempts):
-        seconds = draw.uniform(0.01, 0.2) if number < attempts - 1 else 60
+        seconds = draw.uniform(0.01, in_full(0.06, 0.2)) if number < attempts - 1 else 60
         code = Fork("tests.data_pipelines.capture_until_killed", str(folder), str(seconds)).wait(120)
         kills += code == -signal.SIGPROF
         if code == 0:
@@ -112,7 +112,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) ->
         found = whole_shards(folder)
         assert found >= kept
         kept = found
-    assert kills
+    assert kills > in_full(1, 0)
     assert kept > 0
     assert content(folder) == content(tmp_path / "whole")
 
