@@ -87,12 +87,13 @@ class Versions:
 
     @property
     def lost(self) -> float:
-        """The loss over older conversations by the versions that took over, since their best: 0.01 is 1 %."""
-        lost = 0.0
+        """The loss over older conversations of the serving version since the best before it: 0.01 is 1 %."""
+        lost, serving = {0: 0.0}, 0
         for event in self.events:
             if event.outcome == "took over":
-                lost = max(0.0, lost - event.older)
-        return lost
+                lost[event.version] = max(0.0, lost.get(serving, 0.0) - event.older)
+            serving = event.version
+        return lost.get(serving, 0.0)
 
     @property
     def taus(self) -> dict[int, float]:

@@ -185,6 +185,20 @@ def test_each_version_has_the_tau_of_its_last_judgment(tmp_path: Path) -> None:
         assert versions.taus == {0: 2.1, 1: 2.4, 2: 2.0}
 
 
+def test_a_version_that_is_rolled_back_has_lost_nothing(tmp_path: Path) -> None:
+    with claim(tmp_path, {}):
+        versions = Versions(tmp_path)
+        for outcome, version, older, lost in (
+            ("took over", 1, -0.01, 0.01),
+            ("took over", 2, -0.01, 0.02),
+            ("not better", 2, -0.05, 0.02),
+            ("rolled back", 1, 0.01, 0.01),
+            ("took over", 3, 0.03, 0.0),
+        ):
+            versions.note(replace(event(version), outcome=outcome, older=older))
+            assert versions.lost == pytest.approx(lost)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
