@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile, zip_longest
 
 from eagle_mlx.cache import may_pad
@@ -27,8 +28,16 @@ _LOOKED_AT = 32  # number of waiting requests that are checked in one step, beca
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """Look for cached prefixes of waiting requests, until one has a prefix or needs more steps to read it from disk."""
+
+    requests: Sequence[RequestState]
+    touches: Sequence[RequestState] = ()  # they also do without a prefix
+
+
+@dataclass(frozen=True)
 class Admit:
-    """Start a prefill for requests that have left the queue. A chunk of at most `positions` is read next."""
+    """Take requests from the queue and start their prefill. A chunk of at most `positions` is read next."""
 
     touches: Sequence[RequestState]
     prefix: Prefix | None  # cached, of a single request
@@ -54,20 +63,21 @@ class RequestQueue:
     in order of arrival, but paused ones go before all others.
     """
 
-    def __init__(self, held: Callable[[], Mapping[str, int]] = dict):
-        self._held = held
-        self.lines: dict[str, list[RequestState]] = {}
+    def __init__(self, rows: Callable[[], Sequence[RequestState]] = list, of: RequestQueue | None = None):
+        """`rows`: returns the clients' rows. `of`: a queue to copy; take from the copy to see which requests follow."""
+        self._rows = rows
+        self.lines: dict[str, list[RequestState]] = {} if of is None else of.lines
         """The waiting requests of each client, in turn. It is replaced, never changed: other threads read it, and no
         interrupt may lose a request."""
-        self._skips: Counter[RequestState] = Counter()
+        self._skips: Counter[RequestState] = Counter(() if of is None else of._skips)
 
     def __len__(self) -> int:
         return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[RequestState]:
         """Yield the requests in the order in which they are admitted if all fit and none arrive. Thread-safe."""
-        held = self._held()
-        in_turn = [line for _, line in sorted(self.lines.items(), key=lambda named: held.get(named[0], 0))]
+        held = Counter(row.client for row in self._rows())
+        in_turn = [line for _, line in sorted(self.lines.items(), key=lambda named: held[named[0]])]
         return (request for turn in zip_longest(*in_turn) for request in turn if request is not None)
 
     def append(self, request: RequestState) -> None:
@@ -129,7 +139,7 @@ class Admission:
         self.chunk, self.kv_bits = chunk, kv_bits
         self.budget, self.prefixes = budget, prefixes
         self.collector = collector
-        self.waiting = RequestQueue(self._held)
+        self.waiting = RequestQueue(lambda: budget.admitted)
         self.to_pause: list[RequestState] = []
         self._seconds, self._speed = prefill_ms / 1000, 0.0
         """The time that a chunk may take while others decode, and the positions per second of the last full one."""
@@ -138,12 +148,12 @@ class Admission:
         self._may_pad = may_pad(target.model) and (proposer is None or proposer.abilities.may_pad)
         self.prefills: list[Prefill] = []  # prefills in progress, oldest first
         self._others_are_due = False  # whether the last chunk belonged to the oldest prefill
-        self.entering: list[RequestState] = []  # requests that have left the queue and are about to enter a prefill
+        self.fetched: dict[RequestState, Prefix | None] = {}  # cached prefixes of the next requests to admit
 
     @property
     def side_by_side(self) -> list[list[RequestState]]:
-        """The requests from leaving the queue until they join a group, by the caches that they share."""
-        return [*(prefill.batch.requests for prefill in self.prefills), *([self.entering] if self.entering else [])]
+        """The requests in prefill, by the caches that they share."""
+        return [prefill.batch.requests for prefill in self.prefills]
 
     @property
     def prefilling(self) -> list[RequestState]:
@@ -153,21 +163,15 @@ class Admission:
     def idle(self) -> bool:
         return not self.waiting.lines and not self.prefilling
 
-    def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
-        """Return whether a request could join, or should be paused. room: free rows."""
-        joins = bool(self.prefills) or (room > 0 and self.following() is not None)
-        return joins or bool(self.yielding(room, groups))
-
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the requests to pause so that memory suffices and the next request can join. groups: the requests that
         decode. None of their rounds may be in progress when they are paused."""
-        self.to_pause = [row for row in self.to_pause if row.finish_reason is None]
         wanted = [row for row in self._pausable() if row in self.to_pause] if self.to_pause else []
         return wanted or self._outgrown(groups) or self._in_the_way(room)
 
     def pause(self, requests: Sequence[RequestState]) -> None:
         """Return requests to the queue, ahead of their clients' others. The caller removes rows from batches."""
-        self.to_pause = [request for request in self.to_pause if request not in requests]
+        self.to_pause = [row for row in self.to_pause if row not in requests and row.finish_reason is None]
         self.budget.rows = [request for request in self.budget.admitted if request not in requests]
         self.prefills = [prefill for prefill in self.prefills if set(requests).isdisjoint(prefill.batch.requests)]
         for request in requests:
@@ -189,11 +193,11 @@ class Admission:
         """Return the rows to pause so that the next request can join; none if that is unnecessary or not enough."""
         if not self.waiting.lines:
             return []
-        turn, gone = next(iter(self.waiting)), list[RequestState]()
+        turn, gone, rows = next(iter(self.waiting)), list[RequestState](), self.budget.admitted
         if self.prefills and turn.length > self._passing(self._now):
             return []  # its prefill would not start now
         room -= len(self.prefilling)
-        while room + len(gone) < 1 or not self._fits(turn, gone):
+        while room + len(gone) < 1 or not self.budget.fits([row for row in rows if row not in gone], turn):
             victim = self._victim(turn.client, gone)
             if victim is None:
                 return []
@@ -221,22 +225,23 @@ class Admission:
         return [row for row in (*alone, *decoding) if row.finish_reason is None and row not in gone]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
-        """Return the number of rows per client, except those in `gone`. Thread-safe."""
+        """Return the number of rows per client, except those in `gone`."""
         return Counter(row.client for row in self.budget.admitted if row not in gone)
 
-    def due(self, room: int, decoding: bool = False) -> Admit | Read | None:
+    def due(self, room: int, decoding: bool, may_fetch: bool) -> Fetch | Admit | Read | None:
         """Return the next work for prompts, if there is any. The oldest prefill and the shortest alternate. room: free
-        rows, including those of prefills. decoding: whether other requests decode, and so wait for it."""
+        rows, including those of prefills. decoding: whether other requests decode, and so wait for it. may_fetch:
+        whether this step may look for prefixes."""
         chunk = self.chunk
         if decoding:
             chunk = min(chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
-        room -= len(self.prefilling) - len(self.entering)
+        room -= len(self.prefilling)
         if not self.prefills:
-            return self._admit(room, chunk)
+            return self._admit(room, chunk, may_fetch) if room > 0 else None
         if not self._others_are_due:
             return Read(self.prefills[0], chunk)
         shorter = self._passing(chunk)
-        entering = self._admit(room, chunk, shorter) if shorter else None
+        entering = self._admit(room, chunk, may_fetch, shorter) if shorter and room > 0 else None
         return entering or Read(min(self.prefills, key=lambda prefill: prefill.left), chunk)
 
     def _passing(self, chunk: int) -> int:
@@ -265,37 +270,53 @@ class Admission:
     def remove_ended(self) -> None:
         """Remove requests that ended while they waited, and prefills of which all requests ended."""
         self.waiting.remove_ended()
-        self.entering = [row for row in self.entering if row.finish_reason is None]
+        self.fetched = {}
         self.prefills = [
             prefill for prefill in self.prefills if not all(row.finish_reason for row in prefill.batch.requests)
         ]
         if self.prefixes is not None and not self.prefills:
             self.prefixes.stop_fetching()
 
-    def _admit(self, room: int, chunk: int, longest: int | None = None) -> Admit | None:
-        """Take the next requests from the queue, if there are any. longest: most positions of their prompts."""
-        requests, prefix = self.entering, None
-        while prefix is None and len(requests) < room:
-            following = self.following(longest)
+    def _admit(self, room: int, chunk: int, may_fetch: bool, longest: int | None = None) -> Fetch | Admit | None:
+        """Return the work for the next requests of the queue, if there are any. Those without a cached prefix are read
+        together. longest: most positions of their prompts."""
+        requests, rows = list[RequestState](), self.budget.admitted
+        queue, fits = RequestQueue(lambda: rows, self.waiting), partial(self.budget.fits, rows)
+        while len(requests) < room:
+            following = queue.first(lambda row: (longest is None or row.length <= longest) and fits(row))
             if following is None or (requests and not self._side_by_side([*requests, following], chunk)):
                 break
-            if self.prefixes is not None:
-                about = following.text, following.request.namespace, following.request.images
-                if not self.prefixes.fetch(*about):
-                    break  # the rest is read from disk in the next steps
-                prefix = self.prefixes.find(*about)
-                if requests and prefix is not None:
-                    return Admit(list(requests), None, chunk)  # the prompt with the prefix is read alone
-            requests.append(following)  # first, so that an interrupt cannot lose it
-            self.take(following)
-        return Admit(list(requests), prefix, chunk) if requests else None
+            queue.take(following, fits)
+            requests.append(following)
+            rows.append(following)
+        if self.prefixes is not None:
+            if may_fetch and not self.fetched.keys() >= set(requests):
+                return Fetch(requests)
+            requests = [*takewhile(self.fetched.__contains__, requests)]  # the others are fetched in the next steps
+        if not requests:
+            return None
+        together = [*takewhile(lambda request: self.fetched.get(request) is None, requests)]
+        return Admit(together or requests[:1], self.fetched.get(requests[0]), chunk)
+
+    def fetch(self, work: Fetch) -> None:
+        """Look for prefixes. A bounded amount is read from disk, because other requests decode meanwhile."""
+        assert self.prefixes is not None
+        for request in work.requests:
+            about = request.text, request.request.namespace, request.request.images
+            if not self.prefixes.fetch(*about):
+                break
+            self.fetched[request] = prefix = self.prefixes.find(*about)
+            if prefix is not None:
+                break
 
     def open(self, work: Admit) -> None:
-        """Start the prefill of requests that have left the queue."""
+        """Start the prefill of requests, which leave the queue."""
+        self.fetched = {}
         if work.prefix is not None:
             work.touches[0].counts.reuse(work.prefix.length)
-        self._open(work.touches, work.prefix)
-        self.entering = []
+        self._open(work.touches, work.prefix)  # first, so that other threads see them in the queue or here
+        for request in work.touches:
+            self.take(request)
 
     def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> None:
         proposer = self.proposer if requests[0].counts.may_draft else None
@@ -308,14 +329,8 @@ class Admission:
             prefix = self.prefixes.find(*about) if self.prefixes is not None else None
             self._open([request], prefix)
 
-    def following(self, longest: int | None = None) -> RequestState | None:
-        return self.waiting.first(lambda row: (longest is None or row.length <= longest) and self._fits(row))
-
-    def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
-        return self.budget.fits([*(row for row in self.budget.admitted if row not in gone), request])
-
     def take(self, request: RequestState) -> None:
-        self.waiting.take(request, self._fits)
+        self.waiting.take(request, partial(self.budget.fits, self.budget.admitted))
         request.admit()
         self.budget.rows = [*self.budget.admitted, request]
         if self.prefixes is not None:
@@ -328,11 +343,9 @@ class Admission:
             return False
         if any(request.request.images for request in requests):  # whose embeddings may fail
             return False
-        others = [request for request in self.budget.admitted if request not in requests]
-        return self.budget.are_together(requests, others)
+        return self.budget.are_together(requests, self.budget.admitted)
 
 
 def _newest(rows: Sequence[RequestState], held: Mapping[str, int]) -> RequestState | None:
     """Return the last row of a client with the most rows; None if there are no rows."""
-    most = max((held[row.client] for row in rows), default=0)
-    return next((row for row in reversed(rows) if held[row.client] == most), None)
+    return max(reversed(rows), key=lambda row: held[row.client], default=None)

@@ -306,6 +306,7 @@ class Engine:
     def _withdraw(self, request: RequestState) -> None:
         """Remove a request that has ended; during a step, only at its end."""
         self.admission.remove_ended()
+        self.groups.change()
         batch = self.groups.holding(request)
         if batch is not None and not self._in_step:
             self._do(Pause((), [batch]))

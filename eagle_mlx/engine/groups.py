@@ -156,9 +156,9 @@ class KVBudget:
         caches = sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
         return caches + sum(request.image_bytes for request in requests)
 
-    def fits(self, requests: Sequence[RequestState]) -> bool:
-        """Return whether these requests may decode together. A single request always may."""
-        return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
+    def fits(self, rows: Sequence[RequestState], request: RequestState) -> bool:
+        """Return whether a request may decode together with these rows. A single request always may."""
+        return not rows or self.set_aside([*rows, request]) <= self.nbytes
 
     def are_together(self, some: Sequence[RequestState], others: Sequence[RequestState]) -> bool:
         """Return whether the requests in `some` share a group if memory decides."""
@@ -205,8 +205,7 @@ class Groups:
     def __init__(self, reads: RoundReads, budget: KVBudget):
         self.reads, self.budget = reads, budget
         self._served = self._rounds = 0  # the group that had the last round, and the number of rounds
-        self._settled: list[tuple[RequestState, int]] | None = None
-        """The assignment at the last check that moved no row."""
+        self._check_at = 0  # the number of rounds at which `moves` checks whether a row has to move
         self._groups: dict[int, Batch] = {}
         """By number, in order. It is replaced, never changed: other threads read it."""
 
@@ -244,19 +243,28 @@ class Groups:
     def _after(self, number: int) -> list[Batch]:
         return [self._groups[other] for other in sorted(self._groups, key=lambda other: (other <= number, other))]
 
-    def serve(self, batch: Batch) -> None:
+    def change(self) -> None:
+        """Let `moves` check again whether rows have to move, because requests come or leave."""
+        self._check_at = 0
+
+    def begin_round(self) -> None:
+        """Let `moves` check again in `_LOOK` rounds, because no row has to move now, and rows grow slowly."""
+        if self._rounds >= self._check_at:
+            self._check_at = self._rounds + _LOOK
+
+    def end_round(self, batch: Batch) -> int:
+        """Count a round of a group, and return the group's number."""
         self._served, self._rounds = self.number(batch), self._rounds + 1
+        return self._served
 
     def moves(self, prefilling: Sequence[RequestState], joining: Batch | None = None) -> dict[RequestState, int] | None:
-        """Return the group for each request, including those in prefill, or None if no row has to move. This is
-        computed only if requests came or left, and every `_LOOK` rounds, because rows grow slowly."""
-        groups = {request: number for number, batch in self._groups.items() for request in batch.requests}
-        present = [*groups.items(), *((request, -1) for request in prefilling)]
-        if joining is None and present == self._settled and self._rounds % _LOOK:
+        """Return the group for each request, including those in prefill, or None if no row has to move, or if that need
+        not be checked now."""
+        if joining is None and self._rounds < self._check_at:
             return None
+        groups = {request: number for number, batch in self._groups.items() for request in batch.requests}
         places = self._places(groups, prefilling, joining.requests if joining is not None else ())
         moving = joining is not None or any(places[request] != number for request, number in groups.items())
-        self._settled = None if moving else present
         return places if moving else None
 
     def _places(

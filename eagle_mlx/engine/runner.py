@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from eagle_mlx.engine.admission import Admission, Admit, Read
+from eagle_mlx.engine.admission import Admission, Admit, Fetch, Read
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
@@ -68,13 +68,13 @@ class Collect:
         return list(self.round.batch.requests)
 
 
-Work = Pause | Admit | Read | Move | Decode | Collect
+Work = Pause | Fetch | Admit | Read | Move | Decode | Collect
 """The next thing that the engine does. `touches` are the requests that end with an error if it fails."""
 
 
 class Runner:
-    """Does the engine's work: pauses, prefill, moves between groups, and rounds. A plain round may be dispatched before
-    the previous round is collected. Rounds are collected in order of dispatch."""
+    """Does the engine's work, and owns the rounds in flight. A plain round may be dispatched before the previous round
+    is collected. Rounds are collected in order of dispatch."""
 
     def __init__(self, admission: Admission, groups: Groups, exact: bool, clock: Callable[[], float]):
         """`exact`: see `Engine`. `clock`: times rounds, in seconds."""
@@ -97,7 +97,10 @@ class Runner:
             self._dispatch(work, measured)
         elif isinstance(work, Pause):
             self._pause(work)
+        elif isinstance(work, Fetch):
+            self.admission.fetch(work)
         elif isinstance(work, Admit):
+            self.groups.change()
             self.admission.open(work)
         elif isinstance(work, Read):
             self._read(work)
@@ -106,6 +109,7 @@ class Runner:
         return None
 
     def _pause(self, work: Pause) -> None:
+        self.groups.change()
         if work.for_proposer:
             (batch,) = work.batches
             self.draft_failures += 1
@@ -136,6 +140,7 @@ class Runner:
             self.admission.joined(work.joining)
 
     def _dispatch(self, work: Decode, measured: bool) -> None:
+        self.groups.begin_round()
         self.depth = self.depth if work.depth is None else work.depth
         drafts = work.plan.size > 0
         self._drafting += drafts
@@ -153,9 +158,8 @@ class Runner:
         seconds = self._lap() + ahead - sum(self.rounds.values())
         if done.draft_seconds is not None:
             self._draft_share = done.draft_seconds / seconds
-        self.groups.serve(done.batch)
         drafting = self._draft_share * seconds if result.plan.size else 0.0
-        return replace(result, seconds=seconds, draft_seconds=drafting, group=self.groups.number(done.batch))
+        return replace(result, seconds=seconds, draft_seconds=drafting, group=self.groups.end_round(done.batch))
 
     def _lap(self) -> float:
         before, self._lap_began = self._lap_began, self.clock()
@@ -198,6 +202,7 @@ class Runner:
         for request in requests:
             request.fail(reason)
         self.admission.remove_ended()
+        self.groups.change()
         for batch in self.groups.batches:
             if all(request.finish_reason for request in batch.requests):
                 self.groups.drop(batch)

@@ -1,10 +1,10 @@
-"""The schedule: decides what the engine does next. By that, requests leave the queue, and saved prefixes are read."""
+"""The schedule: decides what the engine does next, and changes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from eagle_mlx.engine.admission import Admission, Admit, Read
+from eagle_mlx.engine.admission import Admission, Admit, Fetch, Read
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.runner import Collect, Decode, Move, Pause, Runner, Work
@@ -25,8 +25,8 @@ class Schedule:
     def next(self, last: Work | None, max_batch: int, drafter: Drafter | None) -> Work | None:
         """Return the work that follows `last` in a step, which is None at its start; None at its end.
 
-        A step reads at most one chunk of prompts and collects at most one round. If planning raises, the requests that
-        it was for end with an error. `drafter`: see `Engine`.
+        Asked again, it returns equal work. A step reads at most one chunk of prompts and collects at most one round. If
+        the policy raises, the requests that it planned for end with an error. `drafter`: see `Engine`.
         """
         if isinstance(last, Collect):
             return self._leaving()
@@ -36,7 +36,7 @@ class Schedule:
             return self._ahead(oldest, max_batch, drafter) or Collect(oldest)
         if isinstance(last, Admit):
             return Read(self.admission.prefills[-1], last.positions)
-        if not isinstance(last, Read | Move) and (work := self._prompts(max_batch)) is not None:
+        if not isinstance(last, Read | Move) and (work := self._prompts(last, max_batch)) is not None:
             return work
         if not isinstance(last, Move) and (move := self._move(last)) is not None:
             return move
@@ -55,22 +55,18 @@ class Schedule:
                     leaving.append(batch)
         return Pause((), leaving) if leaving else None
 
-    def _prompts(self, max_batch: int) -> Pause | Admit | Read | None:
+    def _prompts(self, last: Work | None, max_batch: int) -> Pause | Fetch | Admit | Read | None:
         """Return the requests to pause, so that others can decode or join, or else the prompts to read."""
         admission, batches = self.admission, self.groups.batches
         if (lost := next((batch for batch in batches if batch.lost_state), None)) is not None:
             return Pause(list(lost.requests), [lost], for_proposer=True)
-        waiting = admission.waiting.lines or admission.entering or admission.prefills or admission.to_pause
+        waiting = admission.waiting.lines or admission.prefills or admission.to_pause
         if not waiting and not self.groups.outgrown:
             return None
         places = max_batch - len(self.groups.requests)
         if rows := admission.yielding(places, self.groups.decoding):
             return Pause(rows, [batch for batch in batches if not set(rows).isdisjoint(batch.requests)])
-        try:
-            return admission.due(places, decoding=bool(batches))
-        except BaseException as e:
-            self.runner.fail(admission.entering, e)
-            raise
+        return admission.due(places, decoding=bool(batches), may_fetch=not isinstance(last, Fetch))
 
     def _move(self, last: Work | None = None) -> Move | None:
         """Return the rows to move between groups, if any. The rows of a prompt that was just read join."""
@@ -88,9 +84,7 @@ class Schedule:
         batch = self.groups.following(oldest.batch)
         if not (self.runner.last_plain or self.admission.proposer is None) or not batch.may_run_ahead:
             return None
-        if self.admission.wants_in(max_batch - len(self.groups.requests), self.groups.decoding):
-            return None
-        if self._move() is not None:
+        if self._prompts(None, max_batch) is not None or self._move() is not None:
             return None
         work = self._decode(batch, drafter)
         return work if work.plan == PLAIN else None

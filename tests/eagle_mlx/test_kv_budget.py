@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -233,7 +234,7 @@ class Seats:
     def admit(self) -> list[RequestState]:
         new = []
         while len(self.budget.admitted) < self.seats:
-            following = self.admission.following()
+            following = self.admission.waiting.first(partial(self.budget.fits, self.budget.admitted))
             if following is None:
                 break
             self.admission.take(following)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
+from eagle_mlx.engine.admission import Admit, Fetch, Read
 from eagle_mlx.engine.batch import Batch, Round
-from eagle_mlx.engine.runner import Decode
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.groups import RoundReads
+from eagle_mlx.engine.runner import Collect, Decode, Move, Pause, Work
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
+from tests import disk_tier
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
-from tests.full import some
+from tests.full import in_full, some
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -310,20 +315,79 @@ def test_a_short_chat_passes_many_prompts_of_another_client() -> None:
         busy.cancel(request)
 
 
-def test_deciding_changes_nothing() -> None:
-    """The schedule may be asked again, and names the rows that its work touches."""
+def facts(busy: em.Engine, files: DiskTier) -> list[object]:
+    """Return all that a decision could change: queue, rows, groups, rounds, budget, cached prefixes, files."""
+    admission, prefixes, snapshot = busy.admission, busy.prefixes, busy.snapshot()
+    assert prefixes is not None
+    return [
+        snapshot,
+        [(row.text, row.paused, row.finish_reason, str(row.counts)) for row in snapshot.requests],
+        {client: list(line) for client, line in admission.waiting.lines.items()},
+        (list(admission.to_pause), [(prefill.batch, prefill.left) for prefill in admission.prefills]),
+        [(batch, list(batch.requests), batch.cache.lengths.upper, batch.state) for batch in busy.groups.batches],
+        (list(busy.runner.rounds), busy.runner.depth, busy.runner.last_plain, busy.kv_budget.admitted),
+        (prefixes.tree, list(prefixes.tree.used), prefixes.nbytes),
+        ({path: list(blocks) for path, blocks in files.ahead.items()}, files.bytes_read, files.hits, files.tokens),
+        {path: path.stat().st_mtime_ns for path in files.folder.iterdir()},
+    ]
+
+
+@pytest.mark.parametrize("seed", range(in_full(20, 1)))
+def test_deciding_changes_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step, the schedule is asked twice and gives equal work."""
+    monkeypatch.setattr("eagle_mlx.engine.disk.snapshot_file.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
+    disk_tier.with_text(tmp_path, drafts="head")
+    target = disk_tier.target("full")
+    head = em.HeadProposer(tiny_head(target))
+    files = DiskTier(tmp_path, disk_tier.MANY, target, head)
+    assert files.close(60)  # nothing is written any more, only read
+    busy = em.Engine(
+        target,
+        head,
+        policy=em.AcceptancePolicy(2),  # it drafts, and soon decodes plainly
+        max_batch=3,
+        prefill_chunk=32,
+        prefix_cache_bytes=1 << 20,
+        prefix_files=files,
+    )
+    busy.groups.reads = RoundReads(fixed=0, position=1 << 20)
+    decide, works = busy.schedule.next, set[type]()
+
+    def decide_twice(*about: Any) -> Work | None:
+        before = facts(busy, files)
+        first, second = decide(*about), decide(*about)
+        assert first == second
+        assert facts(busy, files) == before
+        works.add(type(first))
+        return first
+
+    monkeypatch.setattr(busy.schedule, "next", decide_twice)
+    rng, rows = np.random.default_rng(seed), list[RequestState]()
+    text = [*disk_tier.TEXT[: disk_tier.SYSTEM], 5, 6, 7]
+    for prompt in (text, *PROMPTS, text[:70], *PROMPTS):
+        rows.append(busy.prepare(prompt, disk_tier.GREEDY, client="ab"[int(rng.integers(2))]))
+        busy.submit(rows[-1])
+        for _ in range(int(rng.integers(4))):
+            busy.step()
+        act = (busy.pause, busy.pause, busy.cancel)[int(rng.integers(3))]
+        act(rows[int(rng.integers(len(rows)))])
+    while not busy.idle:
+        busy.step()
+    assert {row.finish_reason for row in rows} <= {"length", "cancelled"}
+    assert works == {Pause, Fetch, Admit, Read, Move, Decode, Collect, type(None)}
+
+
+def test_work_names_the_rows_that_it_touches() -> None:
     busy = engine()
     rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS[:3]]
     for row in rows:
         busy.submit(row)
     while busy.active < 3:
         busy.step()
-    before = busy.snapshot()
-    first, second = (busy.schedule.next(None, busy.max_batch, "model") for _ in range(2))
-    assert first == second
-    assert isinstance(first, Decode)
-    assert set(first.touches) == set(rows)
-    assert (busy.snapshot(), first.plan.depth) == (before, 3)
+    work = busy.schedule.next(None, busy.max_batch, "model")
+    assert isinstance(work, Decode)
+    assert (set(work.touches), work.plan.depth) == (set(rows), 3)
     while not busy.idle:
         busy.step()
     assert [row.tokens for row in rows] == ALONE[:3]
