@@ -159,10 +159,6 @@ class Admission:
     def prefilling(self) -> list[RequestState]:
         return [request for requests in self.side_by_side for request in requests]
 
-    @property
-    def idle(self) -> bool:
-        return not self.waiting.lines and not self.prefilling
-
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the requests to pause so that memory suffices and the next request can join. groups: the requests that
         decode. None of their rounds may be in progress when they are paused."""
@@ -252,15 +248,14 @@ class Admission:
         left = min(prefill.left for prefill in self.prefills)
         return max(0, chunk * (-(-left // chunk) - 1) or left - 1)
 
-    def read(self, work: Read) -> int:
-        """Read a chunk of prompts. Return the number of positions."""
+    def read(self, work: Read, lap: Callable[[], float]) -> None:
+        """Read a chunk of prompts and learn its speed. lap: returns the seconds since it was last called."""
         before, self._now = work.prefill.left, work.positions
         self._others_are_due = work.prefill is self.prefills[0]
+        lap()
         work.prefill.step(work.positions)
         self.freed.after_chunk()
-        return before - work.prefill.left
-
-    def learn_speed(self, positions: int, seconds: float) -> None:
+        positions, seconds = before - work.prefill.left, lap()
         if positions >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
             self._speed = positions / seconds
 
@@ -343,7 +338,7 @@ class Admission:
             return False
         if any(request.request.images for request in requests):  # whose embeddings may fail
             return False
-        return self.budget.are_together(requests, self.budget.admitted)
+        return any(set(requests) <= set(group) for group in self.budget.grouped([*requests, *self.budget.admitted]))
 
 
 def _newest(rows: Sequence[RequestState], held: Mapping[str, int]) -> RequestState | None:

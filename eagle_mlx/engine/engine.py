@@ -192,7 +192,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self.groups.batches and self.admission.idle
+        return not self.groups.batches and not self.waiting
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
@@ -313,8 +313,7 @@ class Engine:
 
     def abandon(self, reason: str) -> None:
         """Fail all requests, including waiting ones. The engine can then be used again."""
-        waiting = [*self.admission.waiting, *self.admission.prefilling]
-        self.runner.fail([*waiting, *self.groups.requests], reason)
+        self.runner.fail(self.snapshot().requests, reason)
 
     def step(self) -> list[RequestState]:
         """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished."""

@@ -152,7 +152,7 @@ class KVBudget:
         return min(most, request.length + self.open_end) if _is_open(request) else most
 
     def set_aside(self, requests: Sequence[RequestState]) -> int:
-        grouped = self._grouped(requests)
+        grouped = self.grouped(requests)
         caches = sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
         return caches + sum(request.image_bytes for request in requests)
 
@@ -160,17 +160,14 @@ class KVBudget:
         """Return whether a request may decode together with these rows. A single request always may."""
         return not rows or self.set_aside([*rows, request]) <= self.nbytes
 
-    def are_together(self, some: Sequence[RequestState], others: Sequence[RequestState]) -> bool:
-        """Return whether the requests in `some` share a group if memory decides."""
-        return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
-
     def used(self, groups: Sequence[Sequence[RequestState]], part: CacheSize | None = None) -> int:
         """Return an upper bound of the bytes that these groups take now; `part`: of a part of the caches only."""
         lengths, size = [[request.length for request in group] for group in groups], part or self.size
         images = 0 if part else sum(request.image_bytes for group in groups for request in group)
         return images + sum(size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
-    def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
+    def grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
+        """Return the groups of requests if memory decides."""
         if self.groups == 1:
             return [list(requests)] if requests else []
         places = by_reach([self.reach(request) for request in requests], self.size, self.nbytes)
@@ -232,16 +229,10 @@ class Groups:
     def holding(self, request: RequestState) -> Batch | None:
         return next((batch for batch in self.batches if request in batch.requests), None)
 
-    def following(self, batch: Batch) -> Batch:
-        """Return the group whose turn comes after this one: another group, if there is one."""
-        return self._after(self.number(batch))[0]
-
-    def in_turn(self) -> list[Batch]:
-        """Return the groups in turn; the one that had the last round comes last."""
-        return self._after(self._served)
-
-    def _after(self, number: int) -> list[Batch]:
-        return [self._groups[other] for other in sorted(self._groups, key=lambda other: (other <= number, other))]
+    def following(self, batch: Batch | None = None) -> Batch:
+        """Return the group whose turn comes after this one, or after the one that had the last round."""
+        last = self._served if batch is None else self.number(batch)
+        return self._groups[min(self._groups, key=lambda number: (number <= last, number))]
 
     def change(self) -> None:
         """Let `moves` check again whether rows have to move, because requests come or leave."""
@@ -302,6 +293,7 @@ class Groups:
             else:
                 groups[number] = part
         self._groups = groups
+        self._check_at = self._rounds + 1  # from there, other moves may pay
 
     def drop(self, batch: Batch) -> None:
         self._groups = {number: other for number, other in self._groups.items() if other is not batch}

@@ -51,13 +51,9 @@ class Snapshot:
 
     outline: RaggedCache
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.outline.state
-
     @cached_property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.arrays)
+        return sum(x.nbytes for x in self.outline.state)
 
     @cached_property
     def shortest(self) -> int:
@@ -149,7 +145,7 @@ class PrefixTree:
         for part in node.path:
             if part.piece is not None:
                 size += part.piece.nbytes * (min(matched, part.end) - part.start) / len(part.keys)
-        if size > limit or not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
+        if size > limit or not _are_numbers([*snapshot.outline.state, *(new.arrays if new else [])]):
             return False
         if matched < node.end:
             node = self._split(node, matched)

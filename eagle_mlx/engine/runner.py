@@ -125,8 +125,7 @@ class Runner:
 
     def _read(self, work: Read) -> None:
         batch = work.prefill.batch
-        self._lap()
-        self.admission.learn_speed(self.admission.read(work), self._lap())
+        self.admission.read(work, self._lap)
         if not work.prefill.left:
             self._release(batch)
             if not batch.requests:
@@ -181,19 +180,16 @@ class Runner:
 
         The texts of those that ended go to the collector, and into the proposer's memory, unless they refuse.
         """
-        if (collector := self.admission.collector) is not None:
-            for request in batch.requests:
-                if request.finish_reason:
-                    collector.ended(request)
-        if batch.proposer is not None and (memory := batch.proposer.memory) is not None:
-            for request in batch.requests:
-                if request.finish_reason and not request.error and request.params.memory:
-                    memory.add(request.text, request.request.namespace)
-        if (prefixes := self.admission.prefixes) is None:
-            return
+        collector, prefixes = self.admission.collector, self.admission.prefixes
+        memory = batch.proposer.memory if batch.proposer is not None else None
         for index, request in enumerate(batch.requests):
-            for past in batch.pasts(index) if every or request.leaves else ():
-                prefixes.keep(request.text, past)
+            if collector is not None and request.finish_reason:
+                collector.ended(request)
+            if memory is not None and request.finish_reason and not request.error and request.params.memory:
+                memory.add(request.text, request.request.namespace)
+            if prefixes is not None and (every or request.leaves):
+                for past in batch.pasts(index):
+                    prefixes.keep(request.text, past)
 
     def fail(self, requests: Iterable[RequestState], reason: str | BaseException) -> None:
         """End requests with an error, and drop the batches of which all requests have ended."""

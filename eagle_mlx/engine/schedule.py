@@ -40,8 +40,7 @@ class Schedule:
             return work
         if not isinstance(last, Move) and (move := self._move(last)) is not None:
             return move
-        turn = self.groups.in_turn()
-        return self._decode(turn[0], drafter) if turn else None
+        return self._decode(self.groups.following(), drafter) if self.groups.batches else None
 
     def _leaving(self) -> Pause | None:
         leaving = []
@@ -60,8 +59,7 @@ class Schedule:
         admission, batches = self.admission, self.groups.batches
         if (lost := next((batch for batch in batches if batch.lost_state), None)) is not None:
             return Pause(list(lost.requests), [lost], for_proposer=True)
-        waiting = admission.waiting.lines or admission.prefills or admission.to_pause
-        if not waiting and not self.groups.outgrown:
+        if not (admission.waiting.lines or admission.prefills or admission.to_pause or self.groups.outgrown):
             return None
         places = max_batch - len(self.groups.requests)
         if rows := admission.yielding(places, self.groups.decoding):

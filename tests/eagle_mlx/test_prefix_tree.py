@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ class Place:
     keys: tuple[int, ...]
     shortest: int
     nbytes: int
-    arrays = ()
+    outline = SimpleNamespace(state=())
 
     def serves(self, keys: tuple[int, ...]) -> int:
         """Return how many positions of a text it can serve."""
