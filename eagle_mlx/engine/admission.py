@@ -32,7 +32,7 @@ class Fetch:
     """Look for cached prefixes of waiting requests, until one has a prefix or needs more steps to read it from disk."""
 
     requests: Sequence[RequestState]
-    touches: Sequence[RequestState] = ()  # they also do without a prefix
+    touches: Sequence[RequestState] = ()  # none: no request needs a cached prefix
 
 
 @dataclass(frozen=True)
