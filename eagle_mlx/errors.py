@@ -17,10 +17,21 @@ HeadWarning, a UserWarning: a head that fits, but whose drafts are rarely accept
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 
 class EagleError(Exception):
     """The base class of all errors that a user can cause and fix."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        """field: the field of a request at fault, such as `messages[2].content`."""
+        super().__init__(message)
+        self.field = field
+
+    @classmethod
+    def at(cls, field: str, problem: str) -> Self:
+        """Return the error of a field, whose message is the field and its problem."""
+        return cls(f"{field}: {problem}", field)
 
 
 class ConfigError(EagleError): ...

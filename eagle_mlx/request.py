@@ -136,7 +136,8 @@ def make_request(
     if not (0 <= min(tokens) and max(tokens) < target.vocab_size):
         raise PromptError(f"the prompt has a token id outside the target's vocabulary of {target.vocab_size}")
     if max(params.logit_bias, default=0) >= target.vocab_size:
-        raise PromptError(f"logit_bias has a token id outside the target's vocabulary of {target.vocab_size}")
+        problem = f"has a token id outside the target's vocabulary of {target.vocab_size}"
+        raise PromptError(f"logit_bias {problem}", "logit_bias")
     if prompt.images and prompt.images[-1].end >= len(tokens):
         raise PromptError("a prompt cannot end with an image; let text follow it")
     if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:

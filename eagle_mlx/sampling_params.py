@@ -136,15 +136,15 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop must be non-empty strings; got {self.stop!r}")
+            raise _error("stop", "non-empty strings", self.stop)
         if not all(callable(maker) for maker in (*self.logits_processors, self.grammar or dict)):
             raise ConfigError("logits_processors must be callables, and grammar one that returns a grammar")
         if not callable(self.stop_watcher or dict):
             raise ConfigError("stop_watcher must be a callable that returns a watcher")
         if self.acceptance not in get_args(Acceptance):
-            raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
+            raise _error("acceptance", f"one of {', '.join(get_args(Acceptance))}", self.acceptance)
         if self.drafter not in (None, *get_args(Drafter)):
-            raise ConfigError(f"drafter must be one of {', '.join(get_args(Drafter))}, or None; got {self.drafter!r}")
+            raise _error("drafter", f"one of {', '.join(get_args(Drafter))}, or None", self.drafter)
 
     def _check_numbers(self) -> None:
         for name, (kind, least, most, meaning) in _RANGES.items():
@@ -188,4 +188,8 @@ def limit_of(name: str) -> Limit:
 def _require(name: str, value: float, kind: type[int] | type[float], least: float, most: float, meaning: str) -> None:
     kinds = (int,) if kind is int else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be {meaning}; got {value!r}")
+        raise _error(name, meaning, value)
+
+
+def _error(name: str, meaning: str, value: object) -> ConfigError:
+    return ConfigError(f"{name} must be {meaning}; got {value!r}", name)

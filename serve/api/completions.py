@@ -82,7 +82,7 @@ def _encoded(given: str | list[int], body: CompletionRequest, loaded: Loaded, en
     if isinstance(given, str):
         prompt = _Prompt(given, encode(given, True))
     elif max(given, default=0) >= (size := loaded.target.vocab_size):
-        raise PromptError(f"prompt: contains a token id outside the model's vocabulary of {size}")
+        raise PromptError.at("prompt", f"contains a token id outside the model's vocabulary of {size}")
     else:
         prompt = _Prompt(loaded.tokenizer.decode(given), given)
     check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")

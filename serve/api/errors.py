@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -26,9 +25,6 @@ _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "ov
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input
-_FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
-"""A field, optionally with an index, at the beginning of a message."""
-
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -102,9 +98,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def bad_request(error: EagleError) -> ApiError:
-    """Return a library error as status 400. Library messages begin with the field at fault."""
-    field = _FIELD.match(str(error))
-    return ApiError(400, str(error), field[1] if field else None)
+    """Return a library error as status 400."""
+    return ApiError(400, str(error), error.field)
 
 
 def add_handlers(app: FastAPI) -> None:

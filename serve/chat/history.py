@@ -36,10 +36,8 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         ids |= {call.get("id") for call in read[-1].get("tool_calls", ())}
         answered = read[-1].get("tool_call_id")
         if answered is not None and ids.isdisjoint({answered, None}):  # a call without an id fits all
-            raise PromptError(
-                f"{where}.tool_call_id: no earlier assistant message has a call with the id {answered[:100]!r}; send "
-                "the message with that call before its result"
-            )
+            missing = f"a call with the id {answered[:100]!r}; send the message with that call before its result"
+            raise PromptError.at(f"{where}.tool_call_id", f"no earlier assistant message has {missing}")
     return read
 
 
@@ -47,11 +45,11 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     given = {key: value for key, value in message.items() if value is not None and value != []}
     if unknown := sorted(given.keys() - _COMMON_KEYS - _MORE_KEYS.get(role, set())):
-        raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {message['role']!r}")
+        raise PromptError.at(where, f"{unknown[0]!r} is not supported in a message of role {message['role']!r}")
     if "content" not in given and role in ("system", "user"):  # models write the others, and clients send them back
-        raise PromptError(f"{where}.content: must be text, or a list of text parts")
+        raise PromptError.at(f"{where}.content", "must be text, or a list of text parts")
     if role == "tool" and "tool_call_id" not in given:
-        raise PromptError(f"{where}.tool_call_id: a tool message must name the call that it answers")
+        raise PromptError.at(f"{where}.tool_call_id", "a tool message must name the call that it answers")
     if "reasoning" in given:
         given["reasoning_content"] = given.pop("reasoning")
     if "tool_calls" in given:

@@ -137,9 +137,10 @@ class Grammars:
             limit = f"takes more than {COMPILE_SECONDS:g} s"
             if done.returncode != -signal.SIGALRM:
                 limit = f"needs more than {MOST_MEMORY >> 20} MB of memory"
-            raise TooComplex(f"{_named(schemas)}: too complex: compiling it {limit}; simplify it")
-        if reason := json.loads(done.stdout) or vetting.refusal(vetting.matcher(self.tokenizer(), grammar), schemas):
-            raise ConfigError(lark.on_one_line(reason))
+            places = [where for where, *_ in schemas]
+            raise _refused(TooComplex, places, f"too complex: compiling it {limit}; simplify it")
+        if refusal := json.loads(done.stdout) or vetting.refusal(vetting.matcher(self.tokenizer(), grammar), schemas):
+            raise _refused(ConfigError, *refusal)
 
     def _tag(self, tag: str) -> str:
         """Return a text for a grammar: special tokens as ids, other text as it is."""
@@ -187,13 +188,13 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
     kind = response_format["type"]
     own = {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")
     if unknown := sorted(response_format.keys() - {"type", own}):
-        raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
+        raise ConfigError.at("response_format", f"unknown key {unknown[0]!r} with type {kind}")
     if kind == "text":
         return None
     if kind == "json_object":  # llama.cpp and older versions of instructor use `schema`
         return {"type": "object", **response_format.get("schema", {})}
     if "json_schema" not in response_format:
-        raise ConfigError("response_format.json_schema: must be an object with name and schema")
+        raise ConfigError.at("response_format.json_schema", "must be an object with name and schema")
     return dict(response_format["json_schema"]["schema"])
 
 
@@ -201,9 +202,10 @@ def _without_loose_schemas(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     return tuple(without(tool, "parameters") if lark.is_loose(tool) else tool for tool in tools)
 
 
-def _named(schemas: Sequence[tuple[str, str, bool]]) -> str:
-    """Return the places of the first schemas."""
-    return ", ".join(where for where, *_ in schemas[:3]) + (" and others" if len(schemas) > 3 else "")
+def _refused(kind: type[ConfigError], places: Sequence[str], problem: str) -> ConfigError:
+    """Return the error of schemas, with the places of the first ones, and with a field if there is only one."""
+    named = ", ".join(places[:3]) + (" and others" if len(places) > 3 else "")
+    return kind(lark.on_one_line(f"{named}: {problem}"), places[0] if len(places) == 1 else None)
 
 
 def _places(
@@ -216,9 +218,9 @@ def _places(
         try:
             text = json.dumps(content := read())
         except RecursionError as e:
-            raise ConfigError(f"{where}: nested too deeply") from e
+            raise ConfigError.at(where, "nested too deeply") from e
         if "x-guidance" in content:
-            raise ConfigError(f"{where}: unknown key 'x-guidance'")
+            raise ConfigError.at(where, "unknown key 'x-guidance'")
         places.append((where, text, is_loose))
 
     if schema is not None and response_format is not None:
@@ -229,17 +231,16 @@ def _places(
         add(where, partial(lark.parameters_of, tool), lark.is_loose(tool))
     size = sum(len(text) for _, text, _ in places)
     if size > MOST_SCHEMA_BYTES:
-        raise TooComplex(
-            f"{_named(places)}: too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
-        )
+        problem = f"too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
+        raise _refused(TooComplex, [where for where, *_ in places], problem)
     return tuple(places)
 
 
 def _no_grammar_of_calls(parser: str, offer: ToolOffer) -> ConfigError:
     """Return the error for calls that no grammar describes, with the field that asks for one and a remedy."""
-    problem, remedy = "response_format: cannot be combined with tools", 'use tool_choice "none"'
+    field, problem, remedy = "response_format", "cannot be combined with tools", 'use tool_choice "none"'
     if offer.forced:
-        problem, remedy = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
+        field, problem, remedy = "tool_choice", "tools cannot be forced", 'use tool_choice "auto"'
     other = f"writes its calls in the format {parser!r}, not as JSON between tags"
     reason = other if parser else "has tool calls that no parser reads"
-    return ConfigError(f"{problem} on this model, which {reason}; {remedy}")
+    return ConfigError.at(field, f"{problem} on this model, which {reason}; {remedy}")

@@ -60,11 +60,11 @@ class Chat:
     def check_tools_are_rendered(self) -> None:
         """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
         if self.arguments["tools"] and self._other(self.messages, {**self.arguments, "tools": None}) == self.text:
-            raise PromptError("tools: this model's chat template ignores tools, so the model would not see them")
+            raise PromptError.at("tools", "this model's chat template ignores tools, so the model would not see them")
         calling = [index for index, message in enumerate(self.messages) if "tool_calls" in message]
         silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in self.messages]
         if calling and self._other(silent, self.arguments) == self.text:
-            raise PromptError(f"messages[{calling[0]}].tool_calls: this model's chat template ignores tool calls")
+            raise PromptError.at(f"messages[{calling[0]}].tool_calls", "this model's chat template ignores tool calls")
 
     def _other(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str | None:
         """Return the text of another chat; None if the template refuses it."""
@@ -174,16 +174,14 @@ class ChatFormat:
         arguments = {"add_generation_prompt": not continued, **_check_kwargs(template_kwargs or {})}
         if continued:
             if arguments["add_generation_prompt"]:
-                raise PromptError(f"add_generation_prompt must be false with {CONTINUED}")
+                raise PromptError(f"add_generation_prompt must be false with {CONTINUED}", "add_generation_prompt")
             arguments[CONTINUED] = _field_to_continue(read)
         arguments["tools"] = [without(tool, "strict") for tool in tools] or None  # only the server uses `strict`
         if not self.tokenizer.has_chat_template:
-            raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
+            raise PromptError.at("messages", "this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
-            raise PromptError(
-                "tools: there is no parser for this model's tool calls; if one of mlx-lm's parsers fits, set it as "
-                "tool_parser_type in the model's tokenizer_config.json"
-            )
+            problem = "there is no parser for this model's tool calls; if one of mlx-lm's parsers fits"
+            raise PromptError.at("tools", f"{problem}, set it as tool_parser_type in the model's tokenizer_config.json")
         read = without_billing_header(read)
         return self._first_rendered(read, ways_to_render(read, arguments, self.calls), check)
 
@@ -212,8 +210,8 @@ class ChatFormat:
             raise error
         if CONTINUED in arguments and not clear:
             last = f"messages[{len(given) - 1}]"
-            raise PromptError(f"{last}: this model's chat template does not write it so that it can be continued")
-        raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
+            raise PromptError.at(last, "this model's chat template does not write it so that it can be continued")
+        raise PromptError.at("messages", f"the model's chat template raised an error: {error}") from error
 
     def starts_in_reasoning(self, prompt: Sequence[int], chat: Chat | None = None) -> bool:
         """Return whether a prompt ends in an open thought, which the answer continues."""
@@ -231,22 +229,22 @@ def _field_to_continue(messages: Sequence[Message]) -> str:
     """Return the field of the last message that an answer can continue. Raises PromptError if there is none."""
     where, last = f"messages[{len(messages) - 1}]", messages[-1]
     if last["role"] != "assistant":
-        raise PromptError(f"{where}.role: only a message of the assistant can be continued, not of the {last['role']}")
+        problem = f"only a message of the assistant can be continued, not of the {last['role']}"
+        raise PromptError.at(f"{where}.role", problem)
     if "tool_calls" in last:
-        raise PromptError(f"{where}.tool_calls: a message with calls cannot be continued; send the calls' results")
+        raise PromptError.at(f"{where}.tool_calls", "a message with calls cannot be continued; send the calls' results")
     field = next((name for name in ("content", "reasoning_content") if last.get(name, "").strip()), None)
     if field is None:
-        raise PromptError(f"{where}.content: it is empty, so there is nothing to continue; leave this message out")
+        raise PromptError.at(f"{where}.content", "it is empty, so there is nothing to continue; leave this message out")
     return field
 
 
 def _leaves_out(lost: Message, given: Sequence[Message]) -> PromptError:
     text = text_of(lost)
     index = next((at for at, m in enumerate(given) if m["content"] and text.startswith(m["content"])), 0)
-    return PromptError(
-        f"messages[{index}].content: this model's chat template leaves out the {lost['role']} message that begins with "
-        f"{text[:40]!r}, so the model would not see it; send it in another role or place"
-    )
+    lost_text = f"the {lost['role']} message that begins with {text[:40]!r}"
+    problem = f"this model's chat template leaves out {lost_text}, so the model would not see it"
+    return PromptError.at(f"messages[{index}].content", f"{problem}; send it in another role or place")
 
 
 def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
@@ -258,7 +256,7 @@ def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
 
 def _check_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := sorted(kwargs.keys() & _RESERVED):
-        raise PromptError(f"chat_template_kwargs: {reserved[0]!r} cannot be set by a request")
+        raise PromptError.at("chat_template_kwargs", f"{reserved[0]!r} cannot be set by a request")
     if not isinstance(kwargs.get("add_generation_prompt", True), bool):
-        raise PromptError("chat_template_kwargs: add_generation_prompt must be true or false")
+        raise PromptError.at("chat_template_kwargs", "add_generation_prompt must be true or false")
     return kwargs

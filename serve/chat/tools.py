@@ -40,21 +40,22 @@ class ToolOffer:
         """
         names = tool_names(tools)
         if len(set(names)) < len(names):
-            raise PromptError(f"tools: two tools have the same name; got {', '.join(names)}")
+            raise PromptError.at("tools", f"two tools have the same name; got {', '.join(names)}")
         choice, offered = tool_choice or "auto", tuple(tools)
         if choice == "none" or (choice == "auto" and not offered):
             return cls()
         if choice == "auto":
             return cls(offered, (), parallel)
         if not offered:
-            raise PromptError(f"tool_choice: {choice!r} needs tools, and the request has none")
+            raise PromptError.at("tool_choice", f"{choice!r} needs tools, and the request has none")
         if isinstance(choice, str):
             return cls(offered, offered, parallel)
         subset = choice.get("allowed_tools")
         chosen = tool_names(subset["tools"] if subset else [choice])
         for name in chosen:
             if name not in names:
-                raise PromptError(f"tool_choice: there is no tool {name[:100]!r}; the tools are {', '.join(names)}")
+                problem = f"there is no tool {name[:100]!r}; the tools are {', '.join(names)}"
+                raise PromptError.at("tool_choice", problem)
         if subset:
             return cls.of([tools[names.index(name)] for name in dict.fromkeys(chosen)], subset["mode"], parallel)
         return cls(offered, (offered[names.index(chosen[0])],), False)

@@ -65,23 +65,23 @@ class _Bytes:
         return list(text)
 
 
-def refusal(made: llguidance.LLMatcher, schemas: Places) -> str:
-    """Return why a grammar's matcher cannot be used, with the place of the schema; empty if it can be."""
+def refusal(made: llguidance.LLMatcher, schemas: Places) -> tuple[list[str], str] | None:
+    """Return why a grammar's matcher cannot be used, after the places of the schemas at fault; None if it can be."""
     made.compute_bitmask()  # some schemas fail only here, because they allow nothing or too much
     if not made.is_error():
-        return ""
+        return None
     for where, schema, lenient in schemas:
         try:
             alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": lenient})
         except ValueError as e:
-            return f"{where}: {e}"
+            return [where], str(e)
         if reason := llguidance.LLMatcher.validate_grammar(alone, limits=LIMITS):
-            return f"{where}: {reason}"
-    return f"{', '.join(where for where, *_ in schemas)}: no text fits this ({made.get_error()})"
+            return [where], reason
+    return [where for where, *_ in schemas], f"no text fits this ({made.get_error()})"
 
 
 def main() -> None:
-    """Read a grammar and limits from the standard input, and print why it is refused, as JSON; "" if it is not."""
+    """Read a grammar and limits from the standard input, and print why it is refused, as JSON; null if it is not."""
     grammar, schemas, vocab_size, seconds, memory = json.load(sys.stdin)
     signal.setitimer(signal.ITIMER_REAL, seconds)  # even without the server, the process ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -90,10 +90,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(vocab_size)), slices=[])
     try:
-        reason = refusal(matcher(tokenizer, grammar), schemas)
+        refused = refusal(matcher(tokenizer, grammar), schemas)
     except ValueError as e:  # of text that is not Unicode
-        reason = str(e)
-    print(json.dumps(reason))
+        refused = [where for where, *_ in schemas], str(e)
+    print(json.dumps(refused))
 
 
 if __name__ == "__main__":

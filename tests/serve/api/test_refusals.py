@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.serve.api.conversation import Names
-from eagle_mlx.serve.api.errors import ApiError
+from eagle_mlx.serve.api.errors import ApiError, bad_request
 from eagle_mlx.serve.api.limits import Limits
 from tests.full import some
 from tests.serve.api.live import NAME, Live, live, wide
@@ -168,6 +169,18 @@ def test_a_request_that_cannot_be_meant(server: Live, path: str, body: Any, para
     assert said in error["message"]
     if param is not None:
         assert error["param"] == param
+
+
+def test_an_error_names_a_field_only_if_it_was_raised_for_one() -> None:
+    for error, param in [
+        (PromptError.at("tools[0].function", "two have the same name"), "tools[0].function"),
+        (ConfigError("stop must be non-empty strings", "stop"), "stop"),
+        (PromptError("tools: what a template wrote about them"), None),
+        (ConfigError("messages[0].content must be text"), None),
+    ]:
+        body = bad_request(error).body["error"]
+        assert (body["param"], body["message"]) == (param, str(error))
+    assert str(PromptError.at("tools[0].function", "two")) == "tools[0].function: two"
 
 
 def test_prompts_that_do_not_fit_the_context(server: Live) -> None:
