@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -41,13 +42,13 @@ class UnreachableError(EagleError):
     """The hub does not answer, and the file or model is not in its cache."""
 
 
-def resolve(name: str | Path, code: bool = False) -> Path:
+def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()) -> Path:
     """Return the local folder of a model: an existing folder, or the hub's cache, to which the model is fetched.
 
     `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. A head in `KNOWN_HEADS` is fetched at its revision there; if
     none is recorded, it stays as it was fetched first. PyTorch files are fetched only if there are no safetensors,
-    Python files only with `code`. Raises EagleError if the name is not a folder and the hub has no such model, denies
-    access or cannot be reached.
+    Python files only with `code`. License, size and commit are printed first (`announce`). Raises EagleError if the
+    name is not a folder and the hub has no such model, denies access or cannot be reached, and as `announce` does.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -57,8 +58,14 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
+    announce(repo, licenses)
+    return fetch(repo, str(name), code)
+
+
+def fetch(repo: str, name: str, code: bool = False) -> Path:
+    """Return the folder of a repository as `resolve` does, after `announce`. name: the one in errors."""
     wanted, left_out = [*_WANTED, *(["*.py"] if code else [])], list(_SAME_AGAIN)
-    with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
+    with _asking(repo, name, f"{name} is not a local folder, {repo}"):
         download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
         fetched = Path(download(allow_patterns=wanted))
         has_weights = any(fetched.glob("*.safetensors"))
@@ -78,30 +85,40 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @cache
-def recorded_revisions() -> dict[str, str]:
-    """Return the revisions in the table of published heads, which may be `UNKNOWN`, by hub id in lower case."""
+def recorded_heads() -> dict[str, dict[str, str]]:
+    """Return the rows of the table of published heads, in which fields may be `UNKNOWN`, by hub id in lower case."""
     table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
-    return {head["head"].lower(): head["revision"] for heads in table.values() for head in heads}
+    return {head["head"].lower(): head for heads in table.values() for head in heads}
 
 
 def _revision(repo: str) -> str | None:
     """Return the commit of a published head: the recorded one, else the one that was fetched first; None for others."""
-    if (revision := recorded_revisions().get(repo.lower())) != UNKNOWN:
+    if (revision := recorded_heads().get(repo.lower(), {}).get("revision")) != UNKNOWN:
         return revision
     config = huggingface_hub.try_to_load_from_cache(repo, "config.json")
     return Path(config).parent.name if isinstance(config, str) else None
 
 
-def about_weights(repo: str) -> tuple[str, str, str]:
-    """Ask the hub for a repository's license, the size of its weights, and its commit; each may be `UNKNOWN`."""
+def announce(repo: str, licenses: Collection[str] = ()) -> None:
+    """Print license, size and commit of a repository that will be fetched, on stderr; nothing if it is in the cache.
+
+    They are what the hub says, else what the table of published heads says, else `UNKNOWN`. Raises EagleError if the
+    license is not one of `licenses`; without any, every license will do.
+    """
+    if cached(repo) is not None:
+        return
+    recorded = recorded_heads().get(repo.lower(), {})
+    license_id, size, commit = (recorded.get(field, UNKNOWN) for field in ("license", "size", "revision"))
     with suppress(EagleError), _asking(repo, repo, repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))
         weights = next(filter(None, of_kinds), 0)
-        size = f"{weights / 1e9:.2f} GB" if weights else UNKNOWN
-        return (info.card_data and info.card_data.license) or UNKNOWN, size, info.sha or UNKNOWN
-    return UNKNOWN, UNKNOWN, UNKNOWN
+        license_id = str((info.card_data and info.card_data.license) or license_id)  # a card may list several
+        size, commit = f"{weights / 1e9:.2f} GB" if weights else size, info.sha or commit
+    print(f"fetching {repo}: license {license_id}, size {size}, revision {commit}", file=sys.stderr)
+    if licenses and license_id not in licenses:
+        raise EagleError(f"its license is {license_id}, so it is fetched only if you name it")
 
 
 def quick_file(repo: str, file: str) -> Path:

@@ -26,8 +26,6 @@ _WITHOUT_MTP = "this conversion leaves out the model's own MTP layers; to fetch 
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
-    if (notice := head_search.fetch_notice(name)) is not None:
-        print(f"head: {notice}", file=sys.stderr)
     head = head_search.load_found(name, target)
     quantize_for(head, target, bits)
     if (warning := head_warning(head, target)) is not None:
@@ -66,10 +64,8 @@ def usable_heads(
         if not match.here and not by_hub_id:
             say(f"head: not downloaded: {match.about}; to fetch it: eagle-heads pull {match.head}")
             break  # available heads come first
-        if (notice := head_search.fetch_notice(match.head)) is not None:
-            say(f"head: {notice}")
         try:
-            hub.resolve(match.head)
+            hub.resolve(match.head, licenses=head_search.PERMITTING)
         except EagleError as e:
             say(f"head: {match.about}, but it cannot be fetched now: {e}")
             break
@@ -108,13 +104,12 @@ def pull(name: str, target: str | None) -> int:
     repo, of = (head.head, target or head.target) if head else (hub.hub_id(name), target)
     if repo is None:
         raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
+    if head is not None:
+        print(f"{head}, by {head.source}", file=sys.stderr)
+    hub.announce(repo)
     if head is None:
         _check_size(repo)
-    else:
-        print(f"{head}, by {head.source}", file=sys.stderr)
-    if (notice := head_search.fetch_notice(repo)) is not None:
-        print(notice, file=sys.stderr)
-    folder = hub.resolve(repo)
+    folder = hub.fetch(repo, name)
     if of is not None:
         head_search.register(repo, of, "fetched")
     print(folder)

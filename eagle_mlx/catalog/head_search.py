@@ -169,8 +169,7 @@ def find_heads(
     choice = known_heads_for(names)
     first, *others = dict.fromkeys(KINDS[head.kind].title for head in choice) or [""]
     why = f" ({first} before {', '.join(others)} by published τ for the cost of a draft)" if others else ""
-    abouts = [f"{head}{'' if index else why}" for index, head in enumerate(choice)]
-    published = [head.found(about) for head, about in zip(choice, abouts, strict=True)]
+    published = [head.found(f"{head}{'' if index else why}") for index, head in enumerate(choice)]
     by_name: dict[str, FoundHead] = {}
     for candidate in [*here, *own, *sorted(published, key=lambda head: not head.here)]:
         by_name.setdefault(candidate.head, candidate)
@@ -235,10 +234,11 @@ class KnownHead:
     license: str  # the license named on its page, or "unknown"
     source: str  # URL of the page that describes the head
     size: str = hub.UNKNOWN  # of its weights
+    revision: str = hub.UNKNOWN  # the commit that is fetched
 
     def __str__(self) -> str:
-        title = KINDS[self.kind].title
-        return f"{self.head}, {title} for {self.target}, license {self.license}, size {self.size}"
+        facts = f"license {self.license}, size {self.size}, revision {self.revision}"
+        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, {facts}"
 
     def found(self, about: str) -> FoundHead:
         is_here, mode = hub.cached(self.head) is not None, KINDS[self.kind].mode
@@ -252,21 +252,10 @@ def known_heads() -> tuple[KnownHead, ...]:
     for target, rows in table["heads"].items():
         for row in rows:
             source = table["sources"][row["source"]].format(head=row["head"])
-            heads.append(KnownHead(target, row["head"], row["kind"], row["license"], source, row["size"]))
+            heads.append(
+                KnownHead(target, row["head"], row["kind"], row["license"], source, row["size"], row["revision"])
+            )
     return tuple(heads)
-
-
-def fetch_notice(name: str | Path) -> str | None:
-    """Return one line with license, size and commit of a head that `load_found` would fetch; None if it is here."""
-    repo = hub.hub_id(name)
-    if repo is None or Path(name).expanduser().is_dir() or hub.cached(repo) is not None:
-        return None
-    license_id, size, commit = hub.about_weights(repo)
-    for head in known_heads():
-        if head.head.lower() == repo.lower():
-            license_id = head.license if license_id == hub.UNKNOWN else license_id
-            size = head.size if size == hub.UNKNOWN else size
-    return f"fetching {repo}: license {license_id}, size {size}, revision {commit}"
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:

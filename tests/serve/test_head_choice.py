@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from tests import hub_server
 from tests.fakes import embedded_tokenizer, tiny_config, tiny_head, tiny_target, tiny_target_folder
 
 HEAD, TARGET = "someone/tiny-eagle3", "makers/tiny"
+ABOUT = f"{HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown, revision unknown"
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    monkeypatch.setattr(hub, "recorded_heads", lambda: {HEAD: {"license": "mit"}})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,10 @@ def target(models: Path) -> Target:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def card(license: str) -> dict[str, bytes]:
+    return {"README.md": f"---\nlicense: {license}\n---\n".encode()}
 
 
 def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation, em.HeadProposer | None, list[str]]:
@@ -137,17 +142,28 @@ def test_for_a_folder_a_published_head_is_named_and_not_fetched(
     assert said == [f"head: {HEAD}, fetched here for {TARGET}"]
 
 
-def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: Target, online: hub_server.Hub) -> None:
-    online.put(HEAD, files_of(models / "head"))
+def test_for_a_hub_id_a_published_head_is_fetched_with_it(
+    models: Path, target: Target, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online.put(HEAD, {**files_of(models / "head"), **card("mit")})
     online.put("mlx-community/tiny-4bit", files_of(models / "target"))
     hub.resolve("tiny-4bit")
     found, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
     assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
-    assert said == [
-        f"head: fetching {HEAD}: license mit, size 0.00 GB, revision {online.repos[HEAD].sha}",
-        f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown",
-    ]
+    assert f"fetching {HEAD}: license mit, size 0.00 GB, revision {online.repos[HEAD].sha}" in capsys.readouterr().err
+    assert said == [f"head: {ABOUT}"]
+
+
+def test_a_head_whose_license_has_changed_on_the_hub_is_not_fetched_unasked(
+    models: Path, target: Target, online: hub_server.Hub
+) -> None:
+    online.put(HEAD, {**files_of(models / "head"), **card("cc-by-nc-4.0")})
+    _, proposer, said = chosen(target, TARGET)
+    assert isinstance(proposer, em.NgramProposer)
+    assert "its license is cc-by-nc-4.0, so it is fetched only if you name it" in said[0]
+    assert not [request for request in online.requests if "/resolve/" in request]
+    assert isinstance(chosen(target, TARGET, head=HEAD)[1], em.HeadProposer)
 
 
 @pytest.mark.parametrize("place", ["hub id", "folder", "in the cache"])
@@ -168,7 +184,7 @@ def test_a_head_without_a_known_license_is_used_only_by_name(
     name = tiny_target_folder(models / "tiny-4bit") if place == "folder" else TARGET
     _, proposer, said = chosen(target, name)
     assert isinstance(proposer, em.NgramProposer)
-    about = f"{HEAD}, EAGLE-3 for {TARGET}, license unknown, size unknown"
+    about = f"{HEAD}, EAGLE-3 for {TARGET}, license unknown, size unknown, revision unknown"
     assert said[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
     assert len(online.requests) == requests
     assert isinstance(chosen(target, name, head=HEAD)[1], em.HeadProposer)
@@ -184,60 +200,41 @@ def test_a_head_with_a_known_license_is_taken_before_one_without(
     table = [(f"someone/tiny-{license}", license) for license in ("nvidia-open-model-license", "unknown", "apache-2.0")]
     known = tuple(KnownHead(TARGET, head, "eagle3", license, "https://example.org") for head, license in table)
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
-    for head, _ in table:
-        online.put(head, files_of(models / "head"))
+    for head, license in table:
+        online.put(head, {**files_of(models / "head"), **card(license)})
     found, _, said = chosen(target, TARGET)
     assert found.head == "someone/tiny-apache-2.0"
     assert [line.split(",")[0] for line in said] == [
         "head: someone/tiny-nvidia-open-model-license",
-        "head: fetching someone/tiny-apache-2.0: license apache-2.0",
         "head: someone/tiny-apache-2.0",
     ]
 
 
-@pytest.mark.parametrize("command", ["--head", "auto", "pull"])
-def test_license_and_size_are_printed_before_a_head_is_fetched(
+@pytest.mark.parametrize("command", ["--head", "auto", "pull", "show", "library"])
+def test_license_size_and_revision_are_printed_before_the_first_byte_of_a_head(
     models: Path, target: Target, online: hub_server.Hub, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    files = {
-        **files_of(models / "head"),
-        "README.md": b"---\nlicense: mit\n---\n",
-        "model.safetensors": b"x" * 20_000_000,
-    }
-    online.put(HEAD, files)
-    if command == "pull":
-        heads(["pull", HEAD])
-        said = capsys.readouterr().err
-    else:
-        with pytest.raises(EagleError) if command == "--head" else nullcontext():
-            said = "\n".join(chosen(target, TARGET, head=HEAD if command == "--head" else AUTO)[2])
-        said = capsys.readouterr().err if command == "--head" else said
-    assert f"fetching {HEAD}: license mit, size 0.02 GB, revision {online.repos[HEAD].sha}" in said
+    online.put(HEAD, {**files_of(models / "head"), **card("mit"), "model.safetensors": b"x" * 20_000_000})
+    with suppress(EagleError):  # of weights that are none
+        if command in ("pull", "show"):
+            heads([command, HEAD])
+        elif command == "library":
+            em.load_head(HEAD, target)
+        else:
+            chosen(target, TARGET, head=HEAD if command == "--head" else AUTO)
+    notice = f"fetching {HEAD}: license mit, size 0.02 GB, revision {online.repos[HEAD].sha}"
+    assert capsys.readouterr().err.splitlines().count(notice) == 1
     names = [request.rpartition("/")[2] for request in online.requests]
-    assert names.index("tiny-eagle3") < names.index("model.safetensors"), "asked for before the download"
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """A function that makes a table of published heads with this revision of the head."""
-
-    def write(revision: str) -> None:
-        table = tmp_path / "known_heads.yaml"
-        table.write_text(f"heads: {{{TARGET}: [{{head: {HEAD}, revision: {revision}}}]}}")
-        monkeypatch.setattr(hub, "KNOWN_HEADS", table)
-        hub.recorded_revisions.cache_clear()
-
-    yield write
-    monkeypatch.undo()
-    hub.recorded_revisions.cache_clear()
+    assert names[0] == "tiny-eagle3"
+    assert "model.safetensors" in names
 
 
 def test_a_recorded_revision_is_fetched_and_no_other(
-    models: Path, online: hub_server.Hub, record: Callable[[str], None]
+    models: Path, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online.put(HEAD, files_of(models / "head"))
     commit = online.repos[HEAD].sha
-    record(commit)
+    monkeypatch.setattr(hub, "recorded_heads", lambda: {HEAD: {"revision": commit}})
     assert hub.resolve(HEAD).name == commit
     assert hub.cached(HEAD) == hub.resolve(HEAD)
     paths = [request for request in online.requests if "/resolve/" in request]
@@ -246,10 +243,10 @@ def test_a_recorded_revision_is_fetched_and_no_other(
 
 
 def test_a_head_without_a_recorded_revision_stays_as_it_was_fetched_first(
-    models: Path, online: hub_server.Hub, record: Callable[[str], None]
+    models: Path, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online.put(HEAD, files_of(models / "head"))
-    record(hub.UNKNOWN)
+    monkeypatch.setattr(hub, "recorded_heads", lambda: {HEAD: {"revision": hub.UNKNOWN}})
     first = hub.resolve(HEAD)
     assert first.name == online.repos[HEAD].sha
     online.repos[HEAD].commits.append("another head under the same name")
@@ -266,9 +263,9 @@ def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     _, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.NgramProposer)
-    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown, but it cannot be fetched now:" in said[1]
-    assert "hub cannot be reached" in said[1]
-    assert len(said) == 3
+    assert said[0].startswith(f"head: {ABOUT}, but it cannot be fetched now:")
+    assert "hub cannot be reached" in said[0]
+    assert len(said) == 2
 
 
 def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,14 +300,12 @@ def test_list_shows_local_and_published_heads(models: Path, capsys: pytest.Captu
     assert heads(["list"]) == 0
     out = capsys.readouterr().out
     assert f"  {models}/head, trained here for target" in out
-    assert f"  {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown" in out
+    assert f"  {ABOUT}" in out
 
 
 def test_find_prints_the_command_and_fails_if_there_is_no_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["find", "mlx-community/tiny-8bit"]) == 0
-    assert capsys.readouterr().out == (
-        f"{HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown; to use it: eagle-heads pull {HEAD}\n"
-    )
+    assert capsys.readouterr().out == f"{ABOUT}; to use it: eagle-heads pull {HEAD}\n"
     assert heads(["find", "someone/else"]) == 1
     assert "no head is known for someone/else" in capsys.readouterr().err
 
@@ -322,7 +317,7 @@ def test_pull_accepts_the_target_name_too(
     assert heads(["pull", "tiny-4bit"]) == 0
     out, err = capsys.readouterr()
     assert Path(out.strip()) == hub.cached(HEAD)
-    assert "license mit, size unknown, by https://example.org/table" in err
+    assert "license mit, size unknown, revision unknown, by https://example.org/table" in err
     assert [one.names for one in records()] == [(TARGET,)]
 
 
@@ -332,7 +327,10 @@ def test_pull_of_an_unknown_head(models: Path, online: hub_server.Hub, capsys: p
     assert [(one.head, one.names[0]) for one in records()] == [("user/mine", "makers/other")]
     online.put("user/model", {"config.json": b'{"num_hidden_layers": 36}', "model.safetensors": b"x"})
     assert heads(["pull", "user/model"]) == 2
-    assert "is a model with 36 layers, not a head" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "is a model with 36 layers, not a head" in err
+    assert "fetching user/model: license unknown, size 0.00 GB, revision " in err
+    assert "/api/" in next(request for request in online.requests if "user/model" in request)
     assert hub.cached("user/model") is None
 
 
