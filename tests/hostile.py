@@ -108,8 +108,8 @@ class HostileProposer(Proposer):
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
         """Return the next tokens as far as known, then arbitrary ones."""
         end = len(text)
-        found = next((known[end:] for known in self.known if len(known) > end and known[:end] == text), [])
-        return [*found[:count], *self.tokens(count - len(found[:count]))]
+        rest = next((known[end:] for known in self.known if len(known) > end and known[:end] == text), [])
+        return [*rest[:count], *self.tokens(count - len(rest[:count]))]
 
     def tokens(self, count: int) -> list[int]:
         return [int(token) for token in self.rng.integers(0, self.vocab, count)]

@@ -29,12 +29,12 @@ _RUN = "import runpy, sys; sys.modules['wandb'] = None; runpy.run_module(sys.arg
 
 def free_ports(count: int) -> list[int]:
     """Return ports below those that the system gives to connections, which might take one before a rank listens."""
-    found = set[int]()
-    while len(found) < count:
+    ports = set[int]()
+    while len(ports) < count:
         port = SystemRandom().randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.add(port)
-    return [*found]
+            ports.add(port)
+    return [*ports]
 
 
 def on_core(rank: int) -> list[str]:
@@ -76,9 +76,9 @@ def printed(
 ) -> list[str]:
     """Return what each process printed; all must succeed."""
     processes = start(count, folder, module, *arguments, places=places)
-    found = ended(processes, seconds)
-    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
-    return [out for out, _ in found]
+    outputs = ended(processes, seconds)
+    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in outputs]
+    return [out for out, _ in outputs]
 
 
 def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 120) -> str:
@@ -99,5 +99,5 @@ def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    [found] = [line for line in run.stdout.splitlines() if line.startswith("{")]  # lines of several ranks may be mixed
-    return found
+    [output] = [line for line in run.stdout.splitlines() if line.startswith("{")]  # lines of several ranks may be mixed
+    return output

@@ -35,10 +35,10 @@ def test_gpu_benchmark_measures_every_part(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2"
     script("gpu.py")["main"]([*few.split(), "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert list(found["steps"][0]["verify_ms"]) == ["1", "2"]
-    assert [(one["depth"], one["nodes"]) for one in found["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
-    assert all(one["ms"] > 0 for one in found["rounds"])
+    report = json.loads(file.read_text())
+    assert list(report["steps"][0]["verify_ms"]) == ["1", "2"]
+    assert [(one["depth"], one["nodes"]) for one in report["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
+    assert all(one["ms"] > 0 for one in report["rounds"])
 
 
 def test_the_parts_of_a_round_are_timed(
@@ -72,11 +72,11 @@ def test_other_engines_are_compared_with_the_same_head(tmp_path: Path, capsys: p
     few = ("--limit=2", "--max-tokens=8", "--rows", "1", "2", "--turn=2", "--repeats=1")
     assert script("peers.py")["main"]([*models, f"--python={sys.executable}", *few]) == 0
     lines = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    found = {(line[0].split()[0], line[1].strip(), line[2].strip()): line[3:] for line in lines}
+    table = {(line[0].split()[0], line[1].strip(), line[2].strip()): line[3:] for line in lines}
     ways = [("eagle-mlx", "default"), ("eagle-mlx", "2"), ("mlx-lm", "none")]
     for rows in ("1", "2"):
-        assert [found[engine, rows, drafts][-1].strip() for engine, drafts in ways] == ["2 of 2"] * 3
-        assert "PackageNotFoundError" in found["mlx-dspark", rows, "2"][0]
+        assert [table[engine, rows, drafts][-1].strip() for engine, drafts in ways] == ["2 of 2"] * 3
+        assert "PackageNotFoundError" in table["mlx-dspark", rows, "2"][0]
 
 
 def test_a_verify_can_be_timed_without_a_head() -> None:

@@ -153,7 +153,7 @@ def test_the_page_of_flags_is_what_help_says() -> None:
 @cache
 def known_flags() -> dict[str, set[str]]:
     """Return the flags of each command and subcommand from docs/flags.md."""
-    found: dict[str, set[str]] = {}
+    by_command: dict[str, set[str]] = {}
     for section in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         title, _, body = section.partition("\n")
         rows = re.findall(r"^\|`([^`]+)`", body, re.MULTILINE)
@@ -162,8 +162,10 @@ def known_flags() -> dict[str, set[str]]:
         program = ""
         for command in title.split(", "):  # a subcommand may follow another one of the same command
             program = command.split()[0] if command.startswith("eagle-") else program
-            found.setdefault(command if command.startswith(program) else f"{program} {command}", set()).update(flags)
-    return found
+            by_command.setdefault(command if command.startswith(program) else f"{program} {command}", set()).update(
+                flags
+            )
+    return by_command
 
 
 FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")

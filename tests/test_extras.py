@@ -67,13 +67,13 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @cache
 def imports_of(path: Path) -> set[str]:
     """Return the modules that a file imports, at the top or later."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            found.add(node.module)
-    return found
+            modules.add(node.module)
+    return modules
 
 
 distributions = cache(packages_distributions)
@@ -84,10 +84,10 @@ def imported(*places: str) -> set[str]:
     paths = [
         path for place in places for path in ((ROOT / place).rglob("*.py") if "." not in place else [ROOT / place])
     ]
-    found = set[str]().union(*map(imports_of, paths))
+    modules = set[str]().union(*map(imports_of, paths))
     known = {**distributions(), "mlx": ["mlx"]}  # several distributions share this folder
-    data = {name for name in found if f"{name}.".startswith("mlx.data.")}
-    roots = {name.partition(".")[0] for name in found - data} - sys.stdlib_module_names - {"eagle_mlx"}
+    data = {name for name in modules if f"{name}.".startswith("mlx.data.")}
+    roots = {name.partition(".")[0] for name in modules - data} - sys.stdlib_module_names - {"eagle_mlx"}
     names = {known[root][0].lower().replace("_", "-") for root in roots}
     return names | ({"mlx-data"} if data else set())
 

@@ -59,33 +59,33 @@ def under(module: str, *packages: str) -> bool:
 def breaches(path: Path, source: str) -> list[str]:
     """Return the imports of a file that break the rules; `path` is relative to the root."""
     me = module_name(path)
-    found = []
+    problems = []
     for module, name, relative in imported(path, source):
         whole = f"{module}.{name}" if name else module
         mine, other = application(me), application(whole)
         if under(module, *APPLICATIONS):
-            found.append(f"{path}: {whole} is a second name of eagle_mlx.{whole}")
+            problems.append(f"{path}: {whole} is a second name of eagle_mlx.{whole}")
         if whole.endswith(".cli") or module.endswith(".cli") or under(whole, *COMMAND_LINES):
-            found.append(f"{path}: {whole} is a command line, which nobody imports")
+            problems.append(f"{path}: {whole} is a command line, which nobody imports")
         if under(whole, "mlx_lm.models") and not under(me, *MODEL_MODULES):
-            found.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
+            problems.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
         if under(module, "eagle_mlx.cpu") and module != "eagle_mlx.cpu" and not under(me, "eagle_mlx.cpu"):
-            found.append(f"{path}: of eagle_mlx.cpu only what its __init__ offers may be imported, not {whole}")
+            problems.append(f"{path}: of eagle_mlx.cpu only what its __init__ offers may be imported, not {whole}")
         concrete = module not in SEAM or (ROOT / module.replace(".", "/") / f"{name}.py").exists()
         if under(me, "eagle_mlx.engine") and under(module, "eagle_mlx.proposers") and concrete and whole != SEAM[1]:
-            found.append(f"{path}: the engine knows no concrete proposer, such as {whole}")
+            problems.append(f"{path}: the engine knows no concrete proposer, such as {whole}")
         if other is None:
             continue
         if mine is None:
-            found.append(f"{path}: the library imports the application {whole}")
+            problems.append(f"{path}: the library imports the application {whole}")
         elif mine == other:
             if not relative:
-                found.append(f"{path}: {whole} is a sibling, import it relatively")
+                problems.append(f"{path}: {whole} is a sibling, import it relatively")
         elif (mine, other) not in ALLOWED_BETWEEN:
-            found.append(f"{path}: {mine} imports the application {whole}")
+            problems.append(f"{path}: {mine} imports the application {whole}")
         elif module != f"eagle_mlx.{other}" or not name or (ROOT / other / f"{name}.py").exists():
-            found.append(f"{path}: of {other}, {mine} may import only what its __init__ offers, not {whole}")
-    return found
+            problems.append(f"{path}: of {other}, {mine} may import only what its __init__ offers, not {whole}")
+    return problems
 
 
 def changed_classes(path: Path, source: str) -> list[str]:
@@ -93,20 +93,20 @@ def changed_classes(path: Path, source: str) -> list[str]:
     if module_name(path) == HOOKS or "__class__" not in source:
         return []
     attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    found = [node.lineno for node in attributes if node.attr == "__class__" and isinstance(node.ctx, ast.Store)]
-    return [f"{path}:{line}: only {HOOKS} may give a module another class" for line in found]
+    lines = [node.lineno for node in attributes if node.attr == "__class__" and isinstance(node.ctx, ast.Store)]
+    return [f"{path}:{line}: only {HOOKS} may give a module another class" for line in lines]
 
 
 def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
     """Return the library's folders and top-level files, each with its imports."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for path, source in sources:
         me = room(module_name(path))
         for module, name, _ in imported(path, source):
             other = room(f"{module}.{name}" if module == "eagle_mlx" else module)
             if other not in (None, "", "__version__") and me is not None and other != me:
-                found.setdefault(me, set()).add(other)
-    return found
+                imports.setdefault(me, set()).add(other)
+    return imports
 
 
 def room(module: str) -> str | None:

@@ -89,14 +89,14 @@ def test_every_kind_is_asked_and_nothing_of_the_benchmark(
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize(("most", "found"), [(60, 56), (300, 280), (600, 560)])
+@pytest.mark.parametrize(("most", "expected"), [(60, 56), (300, 280), (600, 560)])
 def test_texts_are_as_long_as_asked(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, found: int
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, expected: int
 ) -> None:
     """A passage of 20 sentences of 14 words is cut at a sentence, or is among others, here copies of itself."""
     output = tmp_path / "questions.jsonl"
     assert run(script, monkeypatch, output, "--rows", "260", "--text-words", str(most)) == 0
-    assert max(text.count("mill stands") * 14 for text in asked(output)) == found
+    assert max(text.count("mill stands") * 14 for text in asked(output)) == expected
 
 
 @given(

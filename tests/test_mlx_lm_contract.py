@@ -34,16 +34,16 @@ ROOT = Path(__file__).parent.parent
 
 def used_names() -> list[tuple[str, str]]:
     """Return (module, name) for each `from mlx_lm… import name` and `mlx_lm.name`, without repetition."""
-    found = set()
+    names = set()
     for source in ("eagle_mlx", "train", "serve", "data_pipelines"):
         for file in (ROOT / source).rglob("*.py"):
             text = file.read_text(encoding="utf-8")
             for node in ast.walk(ast.parse(text)) if "mlx_lm" in text else ():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_lm":
-                    found |= {(str(node.module), alias.name) for alias in node.names}
+                    names |= {(str(node.module), alias.name) for alias in node.names}
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mlx_lm":
-                    found.add(("mlx_lm", node.attr))
-    return sorted(found)
+                    names.add(("mlx_lm", node.attr))
+    return sorted(names)
 
 
 @pytest.mark.parametrize(("module", "name"), used_names())

@@ -29,13 +29,13 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 def packages_of_the_tree() -> dict[str, str]:
     """Return the import name of every folder with an `__init__.py`."""
-    found = {}
+    folders = {}
     for source in SOURCES:
         for init in (ROOT / source).rglob("__init__.py"):
             folder = init.parent.relative_to(ROOT).as_posix()
             name = folder.replace("/", ".")
-            found[name if source == "eagle_mlx" else f"eagle_mlx.{name}"] = folder
-    return found
+            folders[name if source == "eagle_mlx" else f"eagle_mlx.{name}"] = folder
+    return folders
 
 
 def test_every_package_of_the_tree_is_listed() -> None:

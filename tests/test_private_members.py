@@ -54,12 +54,12 @@ def private_names() -> set[str]:
 
 def test_no_test_uses_a_private_member() -> None:
     private = private_names()
-    found = {
+    by_file = {
         str(path.relative_to(ROOT)): uses
         for path in sorted((ROOT / "tests").rglob("*.py"))
         if (uses := trespasses(path.read_text("utf-8"), private))
     }
-    assert found == {}
+    assert by_file == {}
 
 
 def test_a_use_is_noticed() -> None:

@@ -72,8 +72,8 @@ def real(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def report(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "real" / "report.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads((folder / "real" / "report.json").read_text())
+    return figures
 
 
 @pytest.mark.filterwarnings("ignore::eagle_mlx.errors.HeadWarning")  # a random head

@@ -59,7 +59,7 @@ def test_help_and_version_import_no_package_but_yaml(command: str) -> None:
 
 
 def test_every_function_that_is_imported_late_exists() -> None:
-    found = 0
+    count = 0
     for folder in ("eagle_mlx", "serve", "train", "data_pipelines"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.name in ("extras.py", "late.py"):  # the entry points, which the test above runs
@@ -69,8 +69,8 @@ def test_every_function_that_is_imported_late_exists() -> None:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "late":
                     name = eval(compile(ast.Expression(node.args[0]), path.name, "eval"), {"__package__": package})
                     assert callable(resolve_name(name)), f"{path}: {name}"
-                    found += 1
-    assert found > 10
+                    count += 1
+    assert count > 10
 
 
 def test_the_kinds_and_layouts_in_the_help_are_those_of_the_library() -> None:

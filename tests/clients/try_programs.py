@@ -65,8 +65,8 @@ def serving(name: str, target: str, head: str | None, context: int | None, log: 
 def _ready(server: subprocess.Popen[bytes], log: Path) -> str:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and server.poll() is None:
-        if found := re.search(r"^ready: (\S+)$", log.read_text(), re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^ready: (\S+)$", log.read_text(), re.MULTILINE):
+            return match[1]
         time.sleep(0.2)
     raise SystemExit(f"eagle-serve did not start:\n{log.read_text()}")
 
@@ -104,7 +104,7 @@ def _end_of(command: Sequence[str], variables: dict[str, str], home: str) -> tup
 def file_of(program: Program, folder: Path) -> str | None:
     """Return the program's file in a folder where npm or pip installed it, or below."""
     places = (f"{place}{program.program}" for place in ("node_modules/.bin/", "*/node_modules/.bin/", "bin/", "*/bin/"))
-    return next((str(found) for place in places for found in folder.glob(place)), None)
+    return next((str(path) for place in places for path in folder.glob(place)), None)
 
 
 def why_wrong(program: Program, ran: Run, mode: str) -> str | None:

@@ -25,10 +25,10 @@ def by_tokens(samples: list[Example]) -> dict[tuple[int, ...], Example]:
 def test_batching_changes_nothing(batch_tokens: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "default_streams", lambda: streams)
     target = tiny_target()
-    found = by_tokens(list(capture(target, AUX, conversations(), batch_tokens)))
-    assert len(found) == 9
+    captured = by_tokens(list(capture(target, AUX, conversations(), batch_tokens)))
+    assert len(captured) == 9
     for tokens, mask in conversations():
-        sample = found[tuple(tokens)]
+        sample = captured[tuple(tokens)]
         alone = target.forward(mx.array([tokens]), aux_layers=(*AUX, 3)).aux
         expected = [np.array(a[0]) for a in alone]
         assert sample.loss_mask.tolist() == mask

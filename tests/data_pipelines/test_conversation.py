@@ -33,8 +33,8 @@ def test_further_shapes() -> None:
     assert parse_row({"text": "import os"}, "x:1") == Conversation(text="import os")
     assert parse_row({"prompt": "Hi"}, "x:1") == Conversation(HI[:1])
     roles = [{"from": r, "value": "v"} for r in ("system", "human", "gpt", "tool")]
-    found = parse_row({"conversations": roles}, "x:1").messages
-    assert [m.role for m in found] == ["system", "user", "assistant", "tool"]
+    messages = parse_row({"conversations": roles}, "x:1").messages
+    assert [m.role for m in messages] == ["system", "user", "assistant", "tool"]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert parse_row({"messages": [call]}, "x:1").messages[0].as_dict() == {**call, "content": ""}
 

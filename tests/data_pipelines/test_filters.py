@@ -29,8 +29,8 @@ def numbered(path: Path, name: str, count: int) -> str:
 
 
 def texts(*sources: str, report: ReadReport | None = None, **options: Any) -> list[str]:
-    found = read_conversations(DataConfig(sources, **options), "all", report=report)
-    return [c.text or c.messages[0].content for c in found]
+    conversations = read_conversations(DataConfig(sources, **options), "all", report=report)
+    return [c.text or c.messages[0].content for c in conversations]
 
 
 def test_a_mix_has_its_shares_at_every_place_and_ends_with_a_source(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_tools_of_parquet_rows_lose_what_other_rows_brought_in(tmp_path: Path) -
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     lines = write(tmp_path / "x.jsonl", *rows)
     for spec in (str(tmp_path / "x.parquet"), lines):
-        found = list(read_conversations(DataConfig((spec,), seed=None), "all"))
-        assert [c.messages[1].extra["tool_calls"] for c in found] == [[call] for call in calls]
+        conversations = list(read_conversations(DataConfig((spec,), seed=None), "all"))
+        assert [c.messages[1].extra["tool_calls"] for c in conversations] == [[call] for call in calls]
 
 
 def turns(count: int, words: str = "a") -> dict[str, Any]:
@@ -112,8 +112,8 @@ def turns(count: int, words: str = "a") -> dict[str, Any]:
 def test_turns_and_tokens_are_kept_within_their_ranges(tmp_path: Path) -> None:
     spec = write(tmp_path / "x.jsonl", *(turns(n) for n in range(1, 6)), {"text": "plain"})
     report = ReadReport()
-    found = list(read_conversations(DataConfig((spec,), seed=None, keep_turns="2:3"), "all", report=report))
-    assert [c.turns for c in found] == [2, 3, 0]
+    conversations = list(read_conversations(DataConfig((spec,), seed=None, keep_turns="2:3"), "all", report=report))
+    assert [c.turns for c in conversations] == [2, 3, 0]
     assert (report.kept, report.by_turns) == (3, 3)
     assert "3 conversations read; left out: 3 by number of turns" in str(report)
     tokenizer = load_tokenizer(EMBEDDED_TARGET)

@@ -36,11 +36,11 @@ def read(*sources: str, **options: Any) -> list[Conversation]:
 
 
 def test_a_set_is_named_with_config_and_split(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    found = read("you/set:main:train[:50%]", map=("prompt=question,completion=answer",), seed=None)
+    conversations = read("you/set:main:train[:50%]", map=("prompt=question,completion=answer",), seed=None)
     assert asked == [("you/set", {"name": "main", "split": "train[:50%]", "streaming": False})]
-    assert found[0] == Conversation((Message("user", "0"), Message("assistant", "it is 0")))
-    assert found[4].origin == "you/set:main:train[:50%]:5"
-    assert len(found) == 12
+    assert conversations[0] == Conversation((Message("user", "0"), Message("assistant", "it is 0")))
+    assert conversations[4].origin == "you/set:main:train[:50%]:5"
+    assert len(conversations) == 12
 
 
 def test_presets_name_their_files(asked: list[tuple[str, dict[str, Any]]]) -> None:
@@ -53,10 +53,10 @@ def test_presets_name_their_files(asked: list[tuple[str, dict[str, Any]]]) -> No
 
 
 def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple[str, dict[str, Any]]]) -> None:
-    found = read("preset:gsm8k", stream=True, seed=3)
+    conversations = read("preset:gsm8k", stream=True, seed=3)
     assert asked[0][1]["streaming"] is True
-    assert sorted(int(c.messages[0].content) for c in found) == list(range(12))
-    assert read("preset:gsm8k", stream=True, seed=3) == found != read("preset:gsm8k", stream=True, seed=4)
+    assert sorted(int(c.messages[0].content) for c in conversations) == list(range(12))
+    assert read("preset:gsm8k", stream=True, seed=3) == conversations != read("preset:gsm8k", stream=True, seed=4)
 
 
 @pytest.mark.parametrize(

@@ -256,13 +256,13 @@ def settle(selection: Selection, results: Sequence[tuple[int, int, bool]]) -> Se
 
 def test_a_selection_depends_on_no_order() -> None:
     results = [(n, n % 5, n % 3 > 0) for n in range(30)]
-    found = set()
+    selections = set()
     for seed in range(20):
         shuffled = random.Random(seed).sample(results, len(results))
         chosen = settle(Selection(Wanted(rows=5)), shuffled)
         assert chosen.full
-        found.add((tuple(chosen.rows), str(chosen.report)))
-    assert found == {((1, 2, 4, 5, 8), str(MakeReport(tries=9, tokens=50, endless=3, duplicates=1)))}
+        selections.add((tuple(chosen.rows), str(chosen.report)))
+    assert selections == {((1, 2, 4, 5, 8), str(MakeReport(tries=9, tokens=50, endless=3, duplicates=1)))}
 
 
 def test_one_that_writes_nothing_usable_ends_with_the_counts() -> None:

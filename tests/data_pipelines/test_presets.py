@@ -93,10 +93,10 @@ def test_every_preset_reads_rows_like_its_own(name: str, kind: str, tmp_path: Pa
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     report = ReadReport()
-    found = list(read_conversations(DataConfig((f"preset:{name}@{path}",), seed=None), "all", report=report))
-    assert [[(m.role, m.content) for m in c.messages] for c in found] == SAID[name]
+    conversations = list(read_conversations(DataConfig((f"preset:{name}@{path}",), seed=None), "all", report=report))
+    assert [[(m.role, m.content) for m in c.messages] for c in conversations] == SAID[name]
     assert report.unusable == len(ROWS[name]) - len(SAID[name])
-    assert all(c.origin.startswith(f"preset:{name}@") for c in found)
+    assert all(c.origin.startswith(f"preset:{name}@") for c in conversations)
 
 
 def test_a_preset_knows_where_it_is() -> None:

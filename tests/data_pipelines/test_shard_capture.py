@@ -47,10 +47,10 @@ def test_the_order_is_that_of_capture(tmp_path: Path) -> None:
     with plan().open(tmp_path / "s") as shards:
         plan().run(shards)
     expected = list(capture(TARGET, AUX, conversations(60), 64))
-    for found, sample in zip(ShardReader(tmp_path / "s"), expected, strict=True):
-        assert found.tokens.tolist() == sample.tokens.tolist()
-        assert (found.states.features == sample.states.features).all()
-        assert (found.states.last == sample.states.last).all()
+    for stored, sample in zip(ShardReader(tmp_path / "s"), expected, strict=True):
+        assert stored.tokens.tolist() == sample.tokens.tolist()
+        assert (stored.states.features == sample.states.features).all()
+        assert (stored.states.last == sample.states.last).all()
 
 
 class InMemory:
@@ -81,10 +81,10 @@ def test_any_shard_comes_out_the_same_by_itself(there: set[int], batch_tokens: i
     assert sorted(some.written) == captured.missing(some) == sorted(set(range(len(captured))) - there)  # type: ignore[arg-type]
     assert captured.tokens(some.written) == sum(len(s.tokens) for shard in some.written.values() for s in shard)
     for index, samples in some.written.items():
-        for found, expected in zip(samples, every.written[index], strict=True):
-            assert found.tokens.tobytes() == expected.tokens.tobytes()
+        for stored, expected in zip(samples, every.written[index], strict=True):
+            assert stored.tokens.tobytes() == expected.tokens.tobytes()
             assert (
-                found.states.features.tobytes() + found.states.last.tobytes()
+                stored.states.features.tobytes() + stored.states.last.tobytes()
                 == expected.states.features.tobytes() + expected.states.last.tobytes()
             )
 
@@ -109,9 +109,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) ->
             break
         with pytest.raises(ShardError, match="not finished|not a folder of shards"):
             ShardReader(folder)
-        found = whole_shards(folder)
-        assert found >= kept
-        kept = found
+        complete = whole_shards(folder)
+        assert complete >= kept
+        kept = complete
     assert kills > in_full(1, 0)
     assert kept > 0
     assert content(folder) == content(tmp_path / "whole")

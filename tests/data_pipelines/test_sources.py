@@ -41,9 +41,9 @@ def said(conversations: list[Conversation]) -> list[str | None]:
 
 def test_jsonl_may_mix_shapes_and_keeps_its_line_numbers(tmp_path: Path) -> None:
     spec = write(tmp_path / "x.jsonl", *map(json.dumps, ROWS))
-    found = read(spec)
-    assert said(found) == ["b", "d", "f", "g"]
-    assert [c.origin for c in found] == [f"{spec}:{n}" for n in (1, 2, 3, 4)]
+    conversations = read(spec)
+    assert said(conversations) == ["b", "d", "f", "g"]
+    assert [c.origin for c in conversations] == [f"{spec}:{n}" for n in (1, 2, 3, 4)]
 
 
 def test_a_json_list_and_parquet_hold_the_same(tmp_path: Path) -> None:
@@ -258,12 +258,12 @@ def test_a_folder_of_text_files_is_read_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "docs" / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "docs" / "long.md").write_text("a line of a long text\n" * 200)
     (tmp_path / "z.py").write_text("x = 1\n")
-    found = read(f"text:{tmp_path}")
-    assert "".join(str(c.text) for c in found) == "a line of a long text\n" * 200 + "x = 1\n"
-    assert max(len(str(c.text)) for c in found) <= 1500
-    assert [c.origin for c in found][-2:] == [f"{tmp_path}/docs/long.md:137", f"{tmp_path}/z.py:1"]
+    conversations = read(f"text:{tmp_path}")
+    assert "".join(str(c.text) for c in conversations) == "a line of a long text\n" * 200 + "x = 1\n"
+    assert max(len(str(c.text)) for c in conversations) <= 1500
+    assert [c.origin for c in conversations][-2:] == [f"{tmp_path}/docs/long.md:137", f"{tmp_path}/z.py:1"]
     train, held_out = read(f"text:{tmp_path}", "train", seed=1), read(f"text:{tmp_path}", "heldout", seed=1)
-    assert sorted(map(str, said(train + held_out))) == sorted(map(str, said(found)))
+    assert sorted(map(str, said(train + held_out))) == sorted(map(str, said(conversations)))
     assert said(read(f"text:{tmp_path}/z.py")) == ["x = 1\n"]
     one_line = tmp_path / "one.txt"
     one_line.write_text("word " * 1000)

@@ -113,11 +113,11 @@ def differences(
     whole: Target,
     params: Sequence[em.SamplingParams],
     texts: Any,
-    found: Any,
+    tokens: Any,
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> list[int]:
     """Return how many texts are equal, equal except for rounding, and different."""
-    same = compare(whole, prompts, texts, found, params)
+    same = compare(whole, prompts, texts, tokens, params)
     return [same.identical, same.excused, same.different]
 
 
@@ -130,7 +130,7 @@ def plain_texts(
 
 def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Plan]]) -> dict[str, list[int]]:
     """Compare texts in several modes with the whole target's plain ones: greedy, then seeded by exact engines."""
-    found = {}
+    comparisons = {}
     for seeded, own in enumerate(plans):
         if not own:
             continue
@@ -156,11 +156,11 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Pla
                 )
                 outputs = engine.generate(PROMPTS, params)
                 tokens = [output.tokens for output in outputs]
-                found[f"{'seeded' if seeded else 'greedy'} {plan} rows={rows}"] = [
+                comparisons[f"{'seeded' if seeded else 'greedy'} {plan} rows={rows}"] = [
                     *differences(whole, params, texts, tokens),
                     sum(output.accepted for output in outputs),
                 ]
-    return found
+    return comparisons
 
 
 def architectures(world: ProcessGroup, shard: str, *names: str) -> dict[str, Any] | None:
@@ -168,17 +168,19 @@ def architectures(world: ProcessGroup, shard: str, *names: str) -> dict[str, Any
 
     Ranks but the first return None.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number, name in enumerate(names):
         whole = Target(whole_model(name, world.size), None, "whole")
         plan = Plan(3) if why_no_trees(whole) else Plan(3, nodes=7)
         turn = (number + (shard == "pipeline")) % 2
         plans = in_full([[plan]] * 2, [[], [plan]] if turn else [[plan], []])
         try:
-            found[name] = led(world, whole_model(name, world.size), partial(decodings, whole, plans=plans), shard=shard)
+            results[name] = led(
+                world, whole_model(name, world.size), partial(decodings, whole, plans=plans), shard=shard
+            )
         except TargetError as e:
-            found[name] = str(e)
-    return found if world.is_rank_zero else None
+            results[name] = str(e)
+    return results if world.is_rank_zero else None
 
 
 def every_way(world: ProcessGroup, shard: str, name: str) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def given(world: ProcessGroup, folder: str, head: str) -> dict[str, Any]:
     ways += [(greedy, Plan(6, stop_below=0.3), 4), (seeded, Plan(4), 4), (seeded, Plan(4), 1)]
 
     def work(target: LeadingTarget) -> dict[str, list[int]]:
-        found, texts = {}, [plain_texts(whole, params, prompts) for params in (greedy, seeded)]
+        results, texts = {}, [plain_texts(whole, params, prompts) for params in (greedy, seeded)]
         for params, plan, rows in ways:
             engine = Engine(
                 target,
@@ -219,8 +221,8 @@ def given(world: ProcessGroup, folder: str, head: str) -> dict[str, Any]:
             outputs = engine.generate(prompts, params)
             same = differences(whole, params, texts[params is seeded], [each.tokens for each in outputs], prompts)
             name = f"{'seeded' if params is seeded else 'greedy'} {plan} rows={rows}"
-            found[name] = [*same, sum(each.accepted for each in outputs)]
-        return found
+            results[name] = [*same, sum(each.accepted for each in outputs)]
+        return results
 
     return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work, tokenizer=whole.tokenizer))
 
@@ -366,11 +368,11 @@ def main() -> None:
     """Run cases in order. Each argument is a case's name and its own arguments, separated by spaces."""
     world, known = ProcessGroup.init(), (architectures, every_way, given, life, idle, faulty)
     cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
-    found = {}
+    results = {}
     for each in sys.argv[1:]:
         name, *arguments = each.split(" ")
-        found[each] = cases[name](world, *arguments)
-    print(json.dumps(found if any(result is not None for result in found.values()) else None))
+        results[each] = cases[name](world, *arguments)
+    print(json.dumps(results if any(result is not None for result in results.values()) else None))
 
 
 if __name__ == "__main__":

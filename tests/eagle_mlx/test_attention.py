@@ -35,8 +35,8 @@ def test_a_prompt_in_tiles_attends_as_in_one_call(
     def never(*args: object, **more: object) -> mx.array:
         raise AssertionError("not in one call")
 
-    found = tiled(never)(queries, keys, values, **how)  # type: ignore[arg-type]
-    assert mx.allclose(found, scaled_dot_product_attention(queries, keys, values, **how), atol=1e-5).item()
+    output = tiled(never)(queries, keys, values, **how)  # type: ignore[arg-type]
+    assert mx.allclose(output, scaled_dot_product_attention(queries, keys, values, **how), atol=1e-5).item()
 
 
 @pytest.mark.parametrize(

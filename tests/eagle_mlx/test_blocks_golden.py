@@ -118,12 +118,12 @@ def in_a_batch(head: BlockHead) -> dict[str, mx.array]:
     return outputs(head, h, draws.ANCHORS)
 
 
-def difference(name: str, found: dict[str, mx.array], first: int = 0) -> float:
+def difference(name: str, computed: dict[str, mx.array], first: int = 0) -> float:
     """Return the largest deviation from the golden outputs, from slot `first` on."""
     wanted = mx.load(str(GOLDEN / f"{name}.safetensors"))
     assert isinstance(wanted, dict)
-    assert wanted.keys() == found.keys()
-    return max(float(mx.abs(found[key] - value)[:, first:].max().item()) for key, value in wanted.items())
+    assert wanted.keys() == computed.keys()
+    return max(float(mx.abs(computed[key] - value)[:, first:].max().item()) for key, value in wanted.items())
 
 
 @pytest.mark.parametrize("run", [in_rounds, in_a_batch])

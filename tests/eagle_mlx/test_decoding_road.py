@@ -25,16 +25,16 @@ def passed() -> set[str]:
     results: list[RoundResult] = []
     engine.observer = results.append
     engine.submit(row)
-    found: set[str] = set()
+    files: set[str] = set()
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(LIBRARY):
-            found.add(path.relative_to(LIBRARY).as_posix())
+            files.add(path.relative_to(LIBRARY).as_posix())
 
     while not row.finish_reason:
         before = len(results)
-        found.clear()
+        files.clear()
         sys.setprofile(note)
         try:
             engine.step()
@@ -43,7 +43,7 @@ def passed() -> set[str]:
             sys.setprofile(None)
         if before > 2 and results[-1].plan.depth:
             assert text
-            return {name for name in found if not name.startswith(COMPUTES)}
+            return {name for name in files if not name.startswith(COMPUTES)}
     raise AssertionError("no round drafted")
 
 

@@ -154,8 +154,8 @@ def test_bisection_finds_any_number(values: list[float], place: int, dtype: mx.D
     """Zeros of both signs, subnormal numbers and the largest numbers."""
     x = mx.sort(mx.array(values).astype(dtype)).astype(mx.float32)
     wanted = x[min(place, len(values) - 1)]
-    found = bisect(lambda t: t >= wanted, x[-1:].astype(dtype))
-    assert found.item() == wanted.item()
+    threshold = bisect(lambda t: t >= wanted, x[-1:].astype(dtype))
+    assert threshold.item() == wanted.item()
 
 
 @settings(max_examples=some(100), deadline=None)

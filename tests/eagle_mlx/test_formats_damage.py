@@ -60,10 +60,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def fields(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Return every field, with those of nested objects."""
-    found = []
+    paths = []
     for name, value in config.items():
-        found += [(*path, name), *(fields(value, (*path, name)) if isinstance(value, dict) else [])]
-    return found
+        paths += [(*path, name), *(fields(value, (*path, name)) if isinstance(value, dict) else [])]
+    return paths
 
 
 @pytest.mark.parametrize("layout", WRITERS)

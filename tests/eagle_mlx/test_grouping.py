@@ -39,10 +39,10 @@ def taken(reaches: list[int], places: Places) -> int:
 
 @given(LENGTHS)
 def test_a_split_has_the_least_padding_there_is(lengths: list[int]) -> None:
-    found = split(lengths)
-    assert slots(lengths, found) == min(slots(lengths, places) for places in product((0, 1), repeat=len(lengths)))
-    long = [n for n, place in zip(lengths, found, strict=True) if place]
-    short = [n for n, place in zip(lengths, found, strict=True) if not place]
+    groups = split(lengths)
+    assert slots(lengths, groups) == min(slots(lengths, places) for places in product((0, 1), repeat=len(lengths)))
+    long = [n for n, place in zip(lengths, groups, strict=True) if place]
+    short = [n for n, place in zip(lengths, groups, strict=True) if not place]
     assert short
     assert not long or min(long) > max(short)
 
@@ -61,16 +61,16 @@ def test_an_arrangement_keeps_to_memory_pays_for_its_moves_and_stays(
     asked: list[Row], fixed: int, allowed: int
 ) -> None:
     reads, lengths, reaches = RoundReads(fixed, 1), [row.length for row in asked], [row.reach for row in asked]
-    found = arrange(asked, reads, SIZE, allowed)
+    arrangement = arrange(asked, reads, SIZE, allowed)
     wanted = by_reach(reaches, SIZE, allowed)
-    assert taken(reaches, found) <= taken(reaches, wanted)
+    assert taken(reaches, arrangement) <= taken(reaches, wanted)
     assert taken(reaches, wanted) <= max(allowed, taken(reaches, split(reaches)))
     now = tuple(0 if row.group is None else row.group for row in asked)
     if taken(reaches, now) <= taken(reaches, wanted):
-        moved = sum(row.length for row, to in zip(asked, found, strict=True) if row.group not in (None, to))
-        assert read(lengths, found, reads) + 2 * moved / 64 <= read(lengths, now, reads) + 1e-6
-    settled = [Row(row.length, row.reach, group) for row, group in zip(asked, found, strict=True)]
-    assert arrange(settled, reads, SIZE, allowed) == found
+        moved = sum(row.length for row, to in zip(asked, arrangement, strict=True) if row.group not in (None, to))
+        assert read(lengths, arrangement, reads) + 2 * moved / 64 <= read(lengths, now, reads) + 1e-6
+    settled = [Row(row.length, row.reach, group) for row, group in zip(asked, arrangement, strict=True)]
+    assert arrange(settled, reads, SIZE, allowed) == arrangement
 
 
 @settings(max_examples=50)

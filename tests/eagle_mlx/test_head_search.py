@@ -47,14 +47,14 @@ def head_folder(path: Path, seed: int = 0) -> Path:
 
 
 def test_every_entry_of_the_table_has_its_sources() -> None:
-    found = known_heads()
-    assert len(found) > 50
-    for one in found:
+    heads = known_heads()
+    assert len(heads) > 50
+    for one in heads:
         assert full_id(one.target)
         assert full_id(one.head)
         assert one.kind in KINDS
         assert one.source.startswith("https://")
-    assert len({(one.target, one.head) for one in found}) == len(found)
+    assert len({(one.target, one.head) for one in heads}) == len(heads)
     for rows in yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"].values():
         for row in rows:
             assert em.hub.recorded_heads()[row["head"].lower()].keys() >= {"license", "size", "revision"}
@@ -92,12 +92,12 @@ def test_nothing_is_known_of_other_models() -> None:
 def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     for at, name in enumerate(("older", "newer")):
         assert register(head_folder(tmp_path / name, at), "Qwen/Qwen3-8B", "trained", acceptance_length=2 + at)
-    found = find_heads(QWEN)
-    assert [one.head for one in found[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
-    assert found[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
-    assert all(one.here for one in found[:2])
-    assert not any(one.here for one in found[2:])
-    assert found[2].head == known_heads_for((QWEN,))[0].head
+    heads = find_heads(QWEN)
+    assert [one.head for one in heads[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
+    assert heads[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
+    assert all(one.here for one in heads[:2])
+    assert not any(one.here for one in heads[2:])
+    assert heads[2].head == known_heads_for((QWEN,))[0].head
 
 
 def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
@@ -208,23 +208,23 @@ def test_a_user_without_a_home_registers_nothing(tmp_path: Path, monkeypatch: py
 
 def test_published_heads_that_were_fetched_come_first(online: hub_server.Hub) -> None:
     one, other = (known.head for known in known_heads_for((QWEN,))[:2])
-    assert [found.head for found in find_heads(QWEN)][:2] == [one, other]
+    assert [heads.head for heads in find_heads(QWEN)][:2] == [one, other]
     online.put(other, dict(HEAD))
     em.hub.resolve(other)
     asked = len(online.requests)
-    found = find_heads(QWEN)
-    assert [(each.head, each.here) for each in found[:2]] == [(other, True), (one, False)]
-    assert "license unknown" in found[0].about
+    heads = find_heads(QWEN)
+    assert [(each.head, each.here) for each in heads[:2]] == [(other, True), (one, False)]
+    assert "license unknown" in heads[0].about
     assert len(online.requests) == asked
 
 
 def test_the_models_own_mtp_layers(tmp_path: Path) -> None:
     name = next(name for name in golden.NAMES if golden.published(name))
     golden.written(tmp_path / "model", name)
-    [found] = find_heads(tmp_path / "model")
-    assert (found.mode, found.about) == ("mtp", "model's own MTP layers")
-    assert isinstance(load_found(found.head, golden.TARGET), MTPHead)
-    assert golden.difference(name, load_found(found.head, golden.TARGET)) < golden.CLOSE
+    [own] = find_heads(tmp_path / "model")
+    assert (own.mode, own.about) == ("mtp", "model's own MTP layers")
+    assert isinstance(load_found(own.head, golden.TARGET), MTPHead)
+    assert golden.difference(name, load_found(own.head, golden.TARGET)) < golden.CLOSE
 
 
 def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path) -> None:

@@ -27,20 +27,20 @@ def operations_before_the_first_dispatch(proposer: Proposer | None) -> int:
     engine.submit(engine.prepare(TEXT, em.SamplingParams(max_tokens=40, ignore_eos=True)))
     for _ in range(3):
         engine.step()
-    found: list[int] = []
+    counts: list[int] = []
     dispatch = mx.async_eval
 
     def counting(*args: object) -> None:
-        if not found:
+        if not counts:
             graph = io.StringIO()
             mx.export_to_dot(graph, *(leaf for _, leaf in tree_flatten(args)))
-            found.append(graph.getvalue().count("shape=rectangle"))
+            counts.append(graph.getvalue().count("shape=rectangle"))
         dispatch(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "async_eval", counting)
         engine.step()
-    return found[0]
+    return counts[0]
 
 
 @pytest.mark.parametrize("proposer", [None, em.NgramProposer()], ids=["plain", "n-grams"])

@@ -139,8 +139,8 @@ def test_its_logits_are_those_of_the_definition(window: int, nested: bool, tmp_p
     aux = [rng.normal(size=(9, HIDDEN)) for _ in range(2)]
     tokens = [7, 3, 3, 3, 3]
     g = head.features([mx.array(states[None], mx.float32) for states in aux])
-    found = head.logits(head(head.embed(mx.array([tokens])), g))[0]
-    np.testing.assert_allclose(found, defined_logits(target, tokens, aux, window), atol=2e-4)
+    logits = head.logits(head(head.embed(mx.array([tokens])), g))[0]
+    np.testing.assert_allclose(logits, defined_logits(target, tokens, aux, window), atol=2e-4)
 
 
 @pytest.mark.parametrize(

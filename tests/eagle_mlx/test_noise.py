@@ -82,19 +82,19 @@ def worst_z(draw: Noise) -> float:
     positions = mx.broadcast_to(mx.arange(130), (2, 130))
     drawn = np.array(draw(keys_of(7, 8), positions, mx.arange(4096)), np.float64)
     u = np.exp(-np.exp(-drawn))
-    found = [chi_square_z(np.bincount(np.minimum((u * 1000).astype(int), 999).ravel(), minlength=1000))]
+    scores = [chi_square_z(np.bincount(np.minimum((u * 1000).astype(int), 999).ravel(), minlength=1000))]
     for step in (1, 2, 3, 4, 16, 64, 256, 1024, 2048):
-        found.append(pairs_z(u[..., step:], u[..., :-step]))
+        scores.append(pairs_z(u[..., step:], u[..., :-step]))
     tokens = np.arange(4096)
     for bit in range(12):
         without = tokens[tokens >> bit & 1 == 0]
-        found.append(pairs_z(u[..., without], u[..., without | 1 << bit]))
-    found.append(pairs_z(u[0], u[1]))
+        scores.append(pairs_z(u[..., without], u[..., without | 1 << bit]))
+    scores.append(pairs_z(u[0], u[1]))
     for step in (1, 2, 4, 16, 128):
-        found.append(pairs_z(u[:, step:], u[:, :-step]))
+        scores.append(pairs_z(u[:, step:], u[:, :-step]))
     # The same tokens at two positions, and other tokens.
-    found += [pairs_z(u[:, 1:, :-step], u[:, :-1, step:]) for step in (1, 2, 256)]
-    return float(np.abs(found).max())
+    scores += [pairs_z(u[:, 1:, :-step], u[:, :-1, step:]) for step in (1, 2, 256)]
+    return float(np.abs(scores).max())
 
 
 def test_noise_passes_for_independent_draws() -> None:

@@ -67,9 +67,9 @@ def test_few_candidates_find_the_same_argmax(
     rng = np.random.default_rng(seed)
     logits = logits_of(kind, (len(temperatures), 4, size), rng).astype(dtype)
     words, temperature = words_of(len(temperatures), 4, seed), mx.array(temperatures)
-    found = noisy_argmax(logits, temperature, words, any_greedy=0.0 in temperatures)
-    assert found.dtype == mx.int32
-    assert mx.array_equal(found, by_all_noise(logits, temperature, words, mx.arange(size)))
+    chosen = noisy_argmax(logits, temperature, words, any_greedy=0.0 in temperatures)
+    assert chosen.dtype == mx.int32
+    assert mx.array_equal(chosen, by_all_noise(logits, temperature, words, mx.arange(size)))
 
 
 def test_a_drafts_vocabulary_and_a_trees_nodes() -> None:
@@ -78,9 +78,9 @@ def test_a_drafts_vocabulary_and_a_trees_nodes() -> None:
     ids = mx.array(np.sort(rng.choice(LARGE, SIZE, replace=False)))
     levels = mx.array(rng.integers(0, 3, (2, 9)))
     logits, words, temperature = logits_of("normal", (2, 9, SIZE), rng), words_of(2, 3), mx.array([0.7, 1.2])
-    found = noisy_argmax(logits, temperature, words, ids, levels)
+    chosen = noisy_argmax(logits, temperature, words, ids, levels)
     each = tuple(mx.take_along_axis(word, levels[..., None], axis=1) for word in words)
-    assert mx.array_equal(found, by_all_noise(logits, temperature, each, ids))
+    assert mx.array_equal(chosen, by_all_noise(logits, temperature, each, ids))
 
 
 def test_a_gpu_finds_the_same() -> None:

@@ -81,11 +81,11 @@ def test_pauses_at_any_round_do_not_change_answers(
     for name, output, alone in zip(KINDS, outputs, ALONE, strict=True):
         assert (name, output.tokens) == (name, alone.tokens)
         assert (output.finish_reason, output.prompt_tokens) == (alone.finish_reason, alone.prompt_tokens)
-    wanted, found = ALONE[-1].logprobs, outputs[-1].logprobs
+    wanted, logprobs = ALONE[-1].logprobs, outputs[-1].logprobs
     assert wanted
-    assert found
-    assert [each.token for each in found] == [each.token for each in wanted]
-    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
+    assert logprobs
+    assert [each.token for each in logprobs] == [each.token for each in wanted]
+    assert [each.logprob for each in logprobs] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
 
 
 def test_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:

@@ -449,9 +449,9 @@ def test_a_proposer_with_unknown_state_is_refused_at_the_start(tmp_path: Path) -
 
 def test_by_default_the_limit_is_a_share_of_the_disk(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
-    found = default_bytes(tmp_path / "not" / "there")
-    assert 0 < found <= usage.total // 10
-    assert found <= usage.free
+    limit = default_bytes(tmp_path / "not" / "there")
+    assert 0 < limit <= usage.total // 10
+    assert limit <= usage.free
 
 
 SICK = 95

@@ -34,12 +34,12 @@ def test_a_file_holds_what_was_written_and_is_a_safetensors_file(tmp_path: Path,
 def test_any_changed_byte_of_a_file_or_its_name_changes_the_checksum() -> None:
     entry = Entry("0" * 32, "state", "1" * 32, 256, 300)
     whole = Content.of({"said": "so"}, {"x": mx.arange(3)}).encode()
-    found = {entry.checksum(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]) for at in range(len(whole))}
-    found |= {entry.checksum(whole[:at]) for at in range(len(whole))}
+    checksums = {entry.checksum(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]) for at in range(len(whole))}
+    checksums |= {entry.checksum(whole[:at]) for at in range(len(whole))}
     changes = {"model": "2" + "0" * 31, "kind": "block", "digest": "2" + "1" * 31, "end": 301}
-    found |= {replace(entry, **{name: value}).checksum(whole) for name, value in changes.items()}  # type: ignore[arg-type]
-    assert len(found) >= 2 * len(whole)
-    assert entry.checksum(whole) not in found
+    checksums |= {replace(entry, **{name: value}).checksum(whole) for name, value in changes.items()}  # type: ignore[arg-type]
+    assert len(checksums) >= 2 * len(whole)
+    assert entry.checksum(whole) not in checksums
 
 
 @given(
@@ -62,10 +62,10 @@ def test_blocks_equal_pieces(lengths: list[int], left_out: list[tuple[int, int]]
     for length in lengths:
         pieces.append(piece_from(*decode(cut(whole, start, start + length).encode())))
         start += length
-    for found, first in zip([joined(pieces), pieces[-1]], [0, total - lengths[-1]], strict=True):
+    for piece, first in zip([joined(pieces), pieces[-1]], [0, total - lengths[-1]], strict=True):
         wanted = list(range(first, total))
-        assert isinstance(found.state, HeadPiece)
-        assert found.target.layers[0][0].reshape(-1).tolist() == wanted
-        assert found.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
-        assert found.state.marks == known[first:]
-        assert found.target.layers[1] == []
+        assert isinstance(piece.state, HeadPiece)
+        assert piece.target.layers[0][0].reshape(-1).tolist() == wanted
+        assert piece.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
+        assert piece.state.marks == known[first:]
+        assert piece.target.layers[1] == []

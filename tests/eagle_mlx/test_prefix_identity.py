@@ -45,8 +45,8 @@ def answered(by: em.Engine) -> tuple[int, list[int]]:
 
 
 def embedding(target: em.Target) -> mx.array:
-    found: mx.array = target.model.model.embed_tokens.weight  # type: ignore[union-attr]
-    return found
+    weight: mx.array = target.model.model.embed_tokens.weight  # type: ignore[union-attr]
+    return weight
 
 
 def replace_row(target: em.Target, token: int) -> None:
@@ -127,14 +127,14 @@ def test_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
             self.weight = weight
 
     before = mx.zeros((3, 5000), mx.uint8)
-    found = set()
+    hashes = set()
     for place in (None, (0, 0), (1, 2501), (2, 4999)):
         x = mx.array(before)
         if place is not None:
             x[place] = 1
-        found.add(hash_of_arrays(Holder(x.view(dtype))))
-    found.add(hash_of_arrays(Holder(before.reshape(5, 3000).view(dtype))))
-    assert len(found) == 5
+        hashes.add(hash_of_arrays(Holder(x.view(dtype))))
+    hashes.add(hash_of_arrays(Holder(before.reshape(5, 3000).view(dtype))))
+    assert len(hashes) == 5
 
 
 def change_model(changed: pytest.MonkeyPatch, target: em.Target) -> None:

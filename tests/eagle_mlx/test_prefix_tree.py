@@ -112,14 +112,14 @@ def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, .
                 assert cut == ([(known, len(keys))] if known < len(keys) else [])  # nothing is copied twice
         elif step == "find":
             best = max((place.serves(keys) for place in naive.places), default=0)
-            found = tree.find(asked, number)
-            if found is None:
+            match = tree.find(asked, number)
+            if match is None:
                 assert best < number
             else:
-                assert (found.length, found.snapshot.serves(keys)) == (best, best)
-                held = tuple(key for part in found.pieces for key in part.keys)
+                assert (match.length, match.snapshot.serves(keys)) == (best, best)
+                held = tuple(key for part in match.pieces for key in part.keys)
                 assert held[:best] == keys[:best]
-                naive.touch(found.snapshot)
+                naive.touch(match.snapshot)
         else:
             tree.trim(number)
             naive.trim(number)
@@ -150,9 +150,9 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
     for end in range(1, 400):
         keys = tuple(range(end))
         tree.insert(np.array(keys), Place(keys, 0, 0), lambda start, end, keys=keys: Letters(keys[start:end]))
-    found = tree.find(np.arange(399))
-    assert found is not None
-    assert (found.length, len(found.pieces), len(tree.used)) == (399, 399, 1)
+    match = tree.find(np.arange(399))
+    assert match is not None
+    assert (match.length, len(match.pieces), len(tree.used)) == (399, 399, 1)
 
 
 def test_namespaces_share_only_the_limit() -> None:

@@ -99,9 +99,9 @@ def check(compared: list[int], drafted: bool = True) -> None:
 @pytest.mark.parametrize(("count", "case"), EVERY_WAY)
 def test_every_way_to_decode_gives_the_text_of_one_process(count: int, case: str) -> None:
     """Greedy and seeded, one row and four: plain, chains, a draft model, trees and early exits."""
-    found = ranks(count)[0][case]
-    assert len(found) == (in_full(20, 6) if "tensor" in case else in_full(16, 4))
-    for name, compared in found.items():
+    comparisons = ranks(count)[0][case]
+    assert len(comparisons) == (in_full(20, 6) if "tensor" in case else in_full(16, 4))
+    for name, compared in comparisons.items():
         check(compared, drafted="depth=0" not in name)
 
 
@@ -115,18 +115,18 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, case: str
 )
 def test_messages_over_mpi_give_the_same_text(count: int, case: str) -> None:
     """MLX carries the messages; this project does not depend on rings."""
-    found = json.loads(printed_over_mpi(count, WORKER, case, seconds=900))[case]
-    for name, compared in found.get("llama", found).items():
+    results = json.loads(printed_over_mpi(count, WORKER, case, seconds=900))[case]
+    for name, compared in results.get("llama", results).items():
         check(compared, drafted="depth=0" not in name)
 
 
 @needs_ring
 @pytest.mark.parametrize(("count", "case"), ARCHITECTURES)
 def test_architectures_give_the_text_of_one_process(count: int, case: str) -> None:
-    found = ranks(count)[0][case]
+    comparisons = ranks(count)[0][case]
     for name in case.split(" ")[2:]:
-        assert isinstance(found[name], dict), found[name]
-        for compared in found[name].values():
+        assert isinstance(comparisons[name], dict), comparisons[name]
+        for compared in comparisons[name].values():
             check(compared)
 
 
@@ -140,21 +140,21 @@ def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) ->
         said = printed_over_mpi(RANKS, WORKER, case, seconds=3600)
     else:
         said = printed(RANKS, tmp_path, WORKER, case, seconds=3600)[0].splitlines()[-1]
-    found = json.loads(said)[case]
-    print(json.dumps(found, indent=1))
-    assert all(different == 0 for _, _, different, _ in found.values())
-    assert all(identical >= 36 for identical, *_ in found.values())
+    results = json.loads(said)[case]
+    print(json.dumps(results, indent=1))
+    assert all(different == 0 for _, _, different, _ in results.values())
+    assert all(identical >= 36 for identical, *_ in results.values())
 
 
 @needs_ring
 @pytest.mark.parametrize(("count", "case"), LIVES)
 def test_requests_come_and_go_with_a_prefix_cache(count: int, case: str) -> None:
-    found = ranks(count)[0][case]
-    for identical, _, different in found["equal"]:
+    result = ranks(count)[0][case]
+    for identical, _, different in result["equal"]:
         assert different == 0
         assert identical > 2
-    assert found["cached"] > 16
-    assert found["messages"] > 2
+    assert result["cached"] > 16
+    assert result["messages"] > 2
 
 
 @needs_ring
@@ -179,14 +179,14 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     processes = start(count, tmp_path, WORKER, f"faulty {seed} {TIMEOUT} {shard}")
     left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
     try:
-        found = [process.communicate(timeout=90) for process in left]
+        outputs = [process.communicate(timeout=90) for process in left]
         last = time.time()
     finally:
         for process in processes:
             process.kill()
-    said = [out for out, _ in found] + [processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")]
+    said = [out for out, _ in outputs] + [processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")]
     [began] = [json.loads(line)["fault"] for out in said for line in out.splitlines() if line.startswith('{"fault"')]
-    texts = [json.loads(line) for out, _ in found for line in out.splitlines() if line.startswith('{"request"')]
+    texts = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith('{"request"')]
     assert all(each["right"] for each in texts)
     survived = [process.returncode for rank, process in enumerate(processes) if rank != fault.rank]
     if fault.how == "delay":
@@ -195,8 +195,8 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
         return
     assert len(texts) < 5
     assert last - began < TIMEOUT + 5
-    assert 0 not in survived, (fault, survived, found)
-    assert any(f"rank {fault.rank}" in errors for _, errors in found), (fault, found)
+    assert 0 not in survived, (fault, survived, outputs)
+    assert any(f"rank {fault.rank}" in errors for _, errors in outputs), (fault, outputs)
 
 
 def test_a_rank_ends_where_nobody_reads_what_it_says() -> None:

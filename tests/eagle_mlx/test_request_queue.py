@@ -66,9 +66,9 @@ def test_a_request_that_does_not_fit_is_passed_a_limited_number_of_times() -> No
     big, small = row("a", 50), [row(client) for client in "bcdefghijklmn"]
     waiting = queue(big, *small)
     passed = []
-    while (found := waiting.first(fits)) is not None:
-        waiting.take(found, fits)
-        passed.append(found)
+    while (request := waiting.first(fits)) is not None:
+        waiting.take(request, fits)
+        passed.append(request)
     assert passed == small[:MOST_SKIPS]
     big.finish("cancelled")
     waiting.remove_ended()

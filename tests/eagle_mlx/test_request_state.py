@@ -23,15 +23,15 @@ def changed(tree: ast.AST) -> Iterator[ast.Attribute]:
     """Yield attributes that the code assigns, deletes or changes in place, except those of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            found: ast.expr = node
+            target: ast.expr = node
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            found = node.value
+            target = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            found = node.func.value
+            target = node.func.value
         else:
             continue
-        if isinstance(found, ast.Attribute) and ast.unparse(found.value) not in ("self", "cls"):
-            yield found
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "cls"):
+            yield target
 
 
 def test_no_other_module_changes_the_state_of_a_request() -> None:

@@ -70,11 +70,11 @@ def test_eight_bits_are_off_by_half_a_step_at_most(
     for layer in range(layers):
         for start in range(0, hidden, BLOCK):
             at = slice(layer * hidden + start, layer * hidden + min(start + BLOCK, hidden))
-            block, found = (widened(x)[:, at].astype(np.float64) for x in (exact, back))
+            block, restored = (widened(x)[:, at].astype(np.float64) for x in (exact, back))
             largest = np.abs(block).max(1, keepdims=True)
             step = largest / 127 * (1 + 2**-7)
-            assert (np.abs(found - block) <= step / 2 + np.abs(block) * 2**-7).all()
-            assert (found[(block == 0)] == 0).all()
+            assert (np.abs(restored - block) <= step / 2 + np.abs(block) * 2**-7).all()
+            assert (restored[(block == 0)] == 0).all()
 
 
 def test_eight_bits_of_the_largest_values_stay_finite() -> None:
@@ -101,9 +101,9 @@ def test_eight_bits_come_back_as_bfloat16_from_smaller_files(tmp_path: Path, hid
     write_all(tmp_path / "s", samples, meta, 20)
     reader = ShardReader(tmp_path / "s")
     assert reader.meta.bits == 8
-    for found, one in zip(reader, samples, strict=True):
+    for stored, one in zip(reader, samples, strict=True):
         aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (one.states.features, one.states.last))
-        assert same(found, replace(one, states=HiddenStates((1, 3), aux, last)))
+        assert same(stored, replace(one, states=HiddenStates((1, 3), aux, last)))
     payload = bytes_per_token(meta) * reader.tokens
     assert payload < sum(f.size for f in reader.files) < payload + 2000
     assert (bytes_per_token(meta) < 0.55 * bytes_per_token(replace(meta, bits=16))) == (hidden > 4)

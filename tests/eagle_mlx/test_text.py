@@ -40,12 +40,12 @@ def byte_tokens() -> list[int]:
     """Return the tokens of single bytes, by byte, without bytes that never occur in text."""
     assert TOKENIZER is not None
     texts = {TOKENIZER.decode([token]): token for token in range(TOKENIZER.vocab_size)}
-    found = {text.encode()[0]: token for text, token in texts.items() if len(text.encode()) == 1}
+    tokens = {text.encode()[0]: token for text, token in texts.items() if len(text.encode()) == 1}
     for character in "é—🦅ñ한߷":
         encoded = TOKENIZER.encode(character, add_special_tokens=False)
         if len(encoded) == len(character.encode()):
-            found |= dict(zip(character.encode(), encoded, strict=True))
-    return sorted(found.values())
+            tokens |= dict(zip(character.encode(), encoded, strict=True))
+    return sorted(tokens.values())
 
 
 BYTES = byte_tokens()

@@ -35,14 +35,14 @@ def speeds(
     start: int, rounds: int = ROUNDS, rows: int = 1, known: bool = True, seeds: Any = SEEDS, **world: Any
 ) -> Any:
     """Return tokens per second relative to plain decoding, by seed, for the rounds from `start` on."""
-    found = []
+    rates = []
     for seed in seeds:
         made = World(seed=seed, **world)
         policy = policy_for(made.curve, known, max_nodes=32 if made.can.trees else 0)
         if start:
             made.run(policy, start, rows)
-        found.append(made.run(policy, rounds, rows))
-    return np.array(found)
+        rates.append(made.run(policy, rounds, rows))
+    return np.array(rates)
 
 
 USELESS: list[dict[str, Any]] = [

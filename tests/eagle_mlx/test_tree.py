@@ -123,8 +123,8 @@ def test_only_nodes_deeper_than_levels_are_lost(levels: int, count: int, seed: i
     samples = np.array([drawn[tuple(text(node))] for node in range(count + 1)])
     tree = Tree(mx.array(parents[None], mx.int32), levels)
     arrays = (mx.array(x[None], mx.int32) for x in (samples, drafts))
-    found = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
-    nodes, accepted = np.array(found[0])[0], int(found[1].item())
+    walked = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
+    nodes, accepted = np.array(walked[0])[0], int(walked[1].item())
     longest: list[int] = []  # plain decoding's text, as far as the tree has nodes for it
     while len(longest) < levels and tuple(longest) in drawn:
         longest.append(drawn[tuple(longest)])

@@ -195,7 +195,7 @@ def test_mtp_heads_read_the_embeddings_of_images(kind: str, chunk: int, folders:
         prefill.step(chunk)
     prefill.batch.observe([[5]], [len(request.prompt) - 1], [1], [mx.zeros((1, 1, target.hidden_size))])
     assert isinstance(prefill.batch.state, HeadState)
-    found, _ = prefill.batch.state.cache[0].keys_and_values()
+    cached_keys, _ = prefill.batch.state.cache[0].keys_and_values()
     reading = Collector((), target.num_layers - 1, 1 << 30, context=1000, most=1000)
     em.Engine(target, collector=reading).generate(A, em.SamplingParams(max_tokens=1, ignore_eos=True))
     [served] = reading.take()
@@ -214,7 +214,7 @@ def test_mtp_heads_read_the_embeddings_of_images(kind: str, chunk: int, folders:
         return cache[0].keys_and_values()[0][:, :, : states.shape[1]]
 
     wanted = keys(merged)
-    assert mx.allclose(found[:, :, : states.shape[1]], wanted, atol=0.1).item()
+    assert mx.allclose(cached_keys[:, :, : states.shape[1]], wanted, atol=0.1).item()
     assert not mx.allclose(keys(plain), wanted, atol=0.1).item()
 
 

@@ -192,15 +192,15 @@ class World:
 
     def _best(self, rows: int, plans: Sequence[Plan], repeats: bool) -> tuple[float, float]:
         """Return a row's tokens and the seconds of the fastest plan."""
-        found = []
+        candidates = []
         for plan in plans:
             tokens = 0.0
             for row in range(rows):
                 match, lookup = repeats and row >= self.apart, any(plan.lookups[row : row + 1])
                 depth = plan.size if lookup else plan.depth
                 tokens += sum(self.expected(plan, depth, self.chance_of(hard, match, lookup)) / 2 for hard in (0, 1))
-            found.append((tokens / rows, self.cost(rows, plan, plan.size)))
-        return max(found, key=lambda place: place[0] / place[1])
+            candidates.append((tokens / rows, self.cost(rows, plan, plan.size)))
+        return max(candidates, key=lambda place: place[0] / place[1])
 
 
 def alike(plan: Plan) -> tuple[int, int, bool]:

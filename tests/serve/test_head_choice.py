@@ -63,15 +63,15 @@ def card(license: str) -> dict[str, bytes]:
 def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation, em.HeadProposer | None, list[str]]:
     said: list[str] = []
     speculation = Speculation(**{"head": AUTO, **how})  # type: ignore[arg-type]
-    found, proposer = load_proposer(speculation, target, name, said.append)
-    return found, getattr(proposer, "model", proposer), said
+    resolved, proposer = load_proposer(speculation, target, name, said.append)
+    return resolved, getattr(proposer, "model", proposer), said
 
 
 def test_a_head_trained_here_drafts(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained", acceptance_length=2.5)
-    found, proposer, said = chosen(target, models / "target")
+    speculation, proposer, said = chosen(target, models / "target")
     assert isinstance(proposer, em.HeadProposer)
-    assert found.head == str(models / "head")
+    assert speculation.head == str(models / "head")
     assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
 
 
@@ -88,25 +88,25 @@ def test_a_head_without_gain_is_used_only_by_name(
     _, proposer, _ = chosen(target, models / "target", head=str(tmp_path / "test"))
     assert isinstance(proposer, em.HeadProposer)
     register(models / "head", models / "target", "trained", acceptance_length=1.4, prompts=90)
-    found, _, said = chosen(target, models / "target")
-    assert found.head == str(models / "head")
+    speculation, _, said = chosen(target, models / "target")
+    assert speculation.head == str(models / "head")
     assert said[1] == f"head: {models}/head, trained here for target (τ 1.40 on 90 prompts)"
 
 
 def test_a_head_that_does_not_fit_is_skipped_with_the_reason(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
     register(models / "other", models / "target", "trained")
-    found, proposer, said = chosen(target, models / "target")
-    assert found.head == str(models / "head")
+    speculation, proposer, said = chosen(target, models / "target")
+    assert speculation.head == str(models / "head")
     assert isinstance(proposer, em.HeadProposer)
     assert len(said) == 2
     assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in said[0]
 
 
 def test_without_a_head_ngrams_draft(models: Path, target: Target) -> None:
-    found, proposer, said = chosen(target, models / "target")
+    speculation, proposer, said = chosen(target, models / "target")
     assert isinstance(proposer, em.NgramProposer)
-    assert (found.resolved_mode(), found.head) == ("ngram", None)
+    assert (speculation.resolved_mode(), speculation.head) == ("ngram", None)
     assert len(said) == 1
     assert "none found for" in said[0]
 
@@ -136,9 +136,9 @@ def test_for_a_folder_a_published_head_is_named_and_not_fetched(
     assert online.requests == []
     assert heads(["pull", HEAD]) == 0
     assert [(one.head, one.names, one.origin) for one in records()] == [(HEAD, (TARGET,), "fetched")]
-    found, proposer, said = chosen(target, folder)
+    speculation, proposer, said = chosen(target, folder)
     assert isinstance(proposer, em.HeadProposer)
-    assert found.head == HEAD
+    assert speculation.head == HEAD
     assert said == [f"head: {HEAD}, fetched here for {TARGET}"]
 
 
@@ -148,9 +148,9 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(
     online.put(HEAD, {**files_of(models / "head"), **card("mit")})
     online.put("mlx-community/tiny-4bit", files_of(models / "target"))
     hub.resolve("tiny-4bit")
-    found, proposer, said = chosen(target, "tiny-4bit")
+    speculation, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
-    assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
+    assert (speculation.head, speculation.resolved_mode()) == (HEAD, "eagle")
     assert f"fetching {HEAD}: license mit, size 0.00 GB, revision {online.repos[HEAD].sha}" in capsys.readouterr().err
     assert said == [f"head: {ABOUT}"]
 
@@ -202,8 +202,8 @@ def test_a_head_with_a_known_license_is_taken_before_one_without(
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
     for head, license in table:
         online.put(head, {**files_of(models / "head"), **card(license)})
-    found, _, said = chosen(target, TARGET)
-    assert found.head == "someone/tiny-apache-2.0"
+    speculation, _, said = chosen(target, TARGET)
+    assert speculation.head == "someone/tiny-apache-2.0"
     assert [line.split(",")[0] for line in said] == [
         "head: someone/tiny-nvidia-open-model-license",
         "head: someone/tiny-apache-2.0",
@@ -284,8 +284,8 @@ def test_the_included_head_for_a_real_model_is_used(tmp_path: Path) -> None:
     """The model has SmolLM2's widths that the head depends on, with random weights."""
     shape = {**tiny_config(layers=30, hidden=576, vocab=49_152), "intermediate_size": 64}
     target = Target(described_target("smollm2-135m-instruct", shape).model, embedded_tokenizer())
-    found, proposer, said = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
-    assert found.head == str(embedded("smollm2-135m-instruct"))
+    speculation, proposer, said = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
+    assert speculation.head == str(embedded("smollm2-135m-instruct"))
     assert isinstance(proposer, em.HeadProposer)
     assert said == ["head: the included head for HuggingFaceTB/SmolLM2-135M-Instruct (τ 2.08 on 48 prompts)"]
 

@@ -43,8 +43,8 @@ def options(line: str) -> TargetOptions:
 def greedy_of_mlx_lm(target: Path, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
     model, tokenizer = mlx_lm.load(str(target), adapter_path=str(adapter) if adapter else None)[:2]
     model.set_dtype(mx.float32)
-    found = mlx_lm.stream_generate(model, tokenizer, list(prompt), max_tokens=count)
-    return [one.token for one in found]
+    stream = mlx_lm.stream_generate(model, tokenizer, list(prompt), max_tokens=count)
+    return [one.token for one in stream]
 
 
 def test_adapters_give_the_same_text_as_in_mlx_lm(models: tuple[Path, Path]) -> None:

@@ -52,12 +52,12 @@ def engine(target: str) -> em.Engine:
 def answers(engine: em.Engine, *lines: str, system: str | None = None) -> list[em.Output]:
     """Return the answers that a chat should give to these lines."""
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    found = []
+    outputs = []
     for line in lines:
         messages.append({"role": "user", "content": line})
-        found += engine.generate([messages], em.SamplingParams(max_tokens=24))
-        messages.append({"role": "assistant", "content": found[-1].text})
-    return found
+        outputs += engine.generate([messages], em.SamplingParams(max_tokens=24))
+        messages.append({"role": "assistant", "content": outputs[-1].text})
+    return outputs
 
 
 @pytest.fixture

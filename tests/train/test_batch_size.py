@@ -19,8 +19,8 @@ def plan(tokens: int, long: int = 400, speed: Probe | None = None, processes: in
     return batches_for(resolve(TrainConfig.of(**given), 2048), TrainConfig.of(**given), tokens, long, speed, processes)
 
 
-def of(found: BatchSizePlan) -> tuple[int, int, int]:
-    how = found.config.optimization
+def of(choice: BatchSizePlan) -> tuple[int, int, int]:
+    how = choice.config.optimization
     return how.rows, how.length, how.epochs
 
 
@@ -46,8 +46,8 @@ def test_more_data_has_larger_steps_then_fewer_passes(tokens: int, expected: tup
 def test_a_run_has_1000_to_2000_updates_unless_a_step_is_the_smallest_or_largest(
     tokens: int, long: int, processes: int
 ) -> None:
-    found = plan(tokens, long, processes=processes)
-    rows, length, passes = of(found)
+    choice = plan(tokens, long, processes=processes)
+    rows, length, passes = of(choice)
     step, seen = rows * length, passes * tokens
     assert SMALLEST_STEP <= step <= LARGEST_STEP
     assert 1 <= passes <= PASSES
@@ -67,12 +67,12 @@ def test_rows_are_as_long_as_most_conversations_and_at_least_two_unless_a_step_i
 
 @pytest.mark.parametrize("kept", [{"rows": 3}, {"length": 700}, {"epochs": 7}, {"rows": 4, "length": 64}])
 def test_settings_of_the_user_are_kept(kept: dict[str, Any]) -> None:
-    found = plan(300_000, **kept)
-    assert {name: found.config.value(name) for name in kept} == kept
-    assert all(found.config.value(name) for name in ("rows", "length", "epochs"))
-    assert not any(f"--{name} " in found.about for name in kept)
-    again = plan(5, **{name: found.config.value(name) for name in ("rows", "length", "epochs")})
-    assert (again.config, again.about) == (found.config, ""), "a resumed run continues with the choice"
+    choice = plan(300_000, **kept)
+    assert {name: choice.config.value(name) for name in kept} == kept
+    assert all(choice.config.value(name) for name in ("rows", "length", "epochs"))
+    assert not any(f"--{name} " in choice.about for name in kept)
+    again = plan(5, **{name: choice.config.value(name) for name in ("rows", "length", "epochs")})
+    assert (again.config, again.about) == (choice.config, ""), "a resumed run continues with the choice"
 
 
 def test_a_time_limit_counts_what_it_allows() -> None:

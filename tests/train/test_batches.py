@@ -49,9 +49,9 @@ def collect(batches: Batches, epoch: int, skip: int = 0) -> list[Rows]:
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(4, 24), st.integers(0, 9))
 def test_packing_uses_every_piece_once_and_fits(lengths: list[int], length: int, seed: int) -> None:
     rows = pack(lengths, order_of(seed, 0, len(lengths)), length)
-    found = Counter((p.sample, p.start, p.stop) for row in rows for p in row)
+    counted = Counter((p.sample, p.start, p.stop) for row in rows for p in row)
     wanted = Counter((p.sample, p.start, p.stop) for i, n in enumerate(lengths) for p in cut_into_pieces(i, n, length))
-    assert found == wanted
+    assert counted == wanted
     assert all(sum(len(piece) for piece in row) <= length for row in rows)
     assert rows == pack(lengths, order_of(seed, 0, len(lengths)), length)
 
@@ -75,9 +75,9 @@ SAMPLE_LENGTHS = st.one_of(
 @given(SAMPLE_LENGTHS, st.integers(1, 8), st.sampled_from([64, 256, 1000]), st.integers(0, 9))
 def test_batches_hold_every_piece_and_little_else(lengths: list[int], rows: int, length: int, seed: int) -> None:
     batches = batches_of(lengths, rows, length, seed, epoch=1)
-    found = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.rows for p in row)
+    counted = Counter((p.sample, p.start, p.stop) for batch in batches for row in batch.rows for p in row)
     pieces = (p for i, n in enumerate(lengths) for p in cut_into_pieces(i, n, length))
-    assert found == Counter((p.sample, p.start, p.stop) for p in pieces)
+    assert counted == Counter((p.sample, p.start, p.stop) for p in pieces)
     assert all(len(batch.rows) == rows for batch in batches[:-1])
     assert all(1 <= len(batch.rows) <= rows for batch in batches[-1:])
     for batch in batches:

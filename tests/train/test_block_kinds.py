@@ -65,8 +65,8 @@ def test_slots_are_those_of_drafting(shape: str, recompute: bool) -> None:
     g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
     anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), head.config.drafts
     inputs = Inputs(head.embed(tokens), g, mx.array(segments), mx.array(anchors))
-    found = unroll_blocks(head, inputs, drafts, recompute)
-    assert len(found) == drafts
+    unrolled = unroll_blocks(head, inputs, drafts, recompute)
+    assert len(unrolled) == drafts
     first = 0 if head.config.first_slot_drafts else 1
     for row in range(2):
         for index, anchor in enumerate(anchors[row].tolist()):
@@ -74,7 +74,7 @@ def test_slots_are_those_of_drafting(shape: str, recompute: bool) -> None:
             masks = mx.full((1, head.config.block_size - 1), head.config.mask_token_id, mx.int32)
             x = head.embed(mx.concatenate([tokens[row : row + 1, anchor : anchor + 1], masks], axis=1))
             wanted = np.array(head(x, g[row : row + 1, begin:anchor]))[0, first:]
-            got = np.stack([np.array(step[row, index]) for step in found])
+            got = np.stack([np.array(step[row, index]) for step in unrolled])
             np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
@@ -92,8 +92,8 @@ def test_mask_tokens_are_those_of_drafting(name: str, recompute: bool) -> None:
     g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
     anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), 4
     inputs = Inputs(head.embed(tokens), g, mx.array(segments), mx.array(anchors))
-    found = unroll_masks(head, inputs, drafts, recompute)
-    assert len(found) == drafts
+    unrolled = unroll_masks(head, inputs, drafts, recompute)
+    assert len(unrolled) == drafts
     for row in range(2):
         for index, anchor in enumerate(anchors[row].tolist()):
             begin = int(np.argmax(segments[row] == segments[row, anchor]))
@@ -104,7 +104,7 @@ def test_mask_tokens_are_those_of_drafting(name: str, recompute: bool) -> None:
             wanted = np.array(mx.concatenate([newest, head.masks(1, drafts - 1, cache)], axis=1))[0]
             for slot in range(drafts):
                 if index < np.ceil(share_of(slot) * anchors.shape[1]):
-                    np.testing.assert_allclose(found[slot][row, index], wanted[slot], atol=2e-5)
+                    np.testing.assert_allclose(unrolled[slot][row, index], wanted[slot], atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -114,9 +114,9 @@ def test_the_markov_head_reads_as_in_drafting(kind: str) -> None:
     tokens = mx.array(rng.integers(0, model.vocab_size, (2, LENGTH)))
     anchors = mx.array([[3, 9], [1, LENGTH - 5]])
     outputs = [mx.array(rng.normal(size=(2, 2, model.hidden_size)), mx.float32) for _ in range(head.config.drafts)]
-    found = with_latents(head, outputs, tokens, anchors)
+    latents = with_latents(head, outputs, tokens, anchors)
     state = None
-    for slot, (h, x) in enumerate(zip(outputs, found, strict=True)):
+    for slot, (h, x) in enumerate(zip(outputs, latents, strict=True)):
         before, logits = mx.take_along_axis(tokens, anchors + slot, axis=1), head.logits(h)
         wanted, state = head.slot_logits(before, h, logits, state, None)
         got, latent, embedded = mx.split(x, [model.hidden_size, model.hidden_size + 8], axis=-1)
@@ -200,13 +200,13 @@ def test_anchors_and_labels_are_those_of_the_definition(rows: Rows, steps: int) 
                 ):
                     break
                 wanted.add((row, anchor, slot))
-    found = set()
+    anchored = set()
     for slot, label in zip(*np.nonzero(plan.valid), strict=True):
         row, place = divmod(int(plan.select[slot, label]), plan.positions.shape[1])
         anchor = int(plan.positions[row, place])
         assert divmod(int(plan.labels[label]), length) == (row, anchor + slot)
-        found.add((row, anchor, int(slot)))
-    assert found == wanted
+        anchored.add((row, anchor, int(slot)))
+    assert anchored == wanted
 
 
 def test_long_conversations_have_a_limited_number_of_anchors_whoever_reads_them() -> None:

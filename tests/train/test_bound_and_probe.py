@@ -32,40 +32,40 @@ MAC_64 = device_memory(INFO_64) or 0
 
 
 def described(recipe: str, folder: Path, **changes: Any) -> Bound:
-    found = load_recipe(recipe)
-    config = TrainConfig.of(**{**found.settings, "output": str(folder / "out"), **changes})
-    return bound_of(config, described_target(config.head.target, found.model))
+    loaded = load_recipe(recipe)
+    config = TrainConfig.of(**{**loaded.settings, "output": str(folder / "out"), **changes})
+    return bound_of(config, described_target(config.head.target, loaded.model))
 
 
 def test_shapes_are_read_without_loading_a_weight() -> None:
     before = mx.get_active_memory()
-    found = bound_of(TrainConfig.of(target=str(EMBEDDED_TARGET), draft_vocab=3072))
-    assert get_total_parameters(found.target.model) == 6_298_816
-    assert found.head.token_ids is not None
-    assert found.head.token_ids.size == 3072
-    assert found.head.named_layers == (1, 6, 10)
+    bound = bound_of(TrainConfig.of(target=str(EMBEDDED_TARGET), draft_vocab=3072))
+    assert get_total_parameters(bound.target.model) == 6_298_816
+    assert bound.head.token_ids is not None
+    assert bound.head.token_ids.size == 3072
+    assert bound.head.named_layers == (1, 6, 10)
     assert mx.get_active_memory() - before < 100_000
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_target_of_32_billion_parameters_fits_in_64_gb_but_not_in_16(tmp_path: Path) -> None:
-    found = described("qwen3-32b", tmp_path)
-    assert 17e9 < found.weights < 19e9, "4 bits and their scales"
-    assert found.training == 16 * found.trained, "weights, gradients and two moments in float32"
-    assert found.memory == found.weights + found.training + PROGRAM
-    found.check(MAC_64)
+    bound = described("qwen3-32b", tmp_path)
+    assert 17e9 < bound.weights < 19e9, "4 bits and their scales"
+    assert bound.training == 16 * bound.trained, "weights, gradients and two moments in float32"
+    assert bound.memory == bound.weights + bound.training + PROGRAM
+    bound.check(MAC_64)
     with pytest.raises(ConfigError, match=r"at least .* use a smaller or more strongly quantized --target"):
-        found.check(16 << 30)
+        bound.check(16 << 30)
     with pytest.raises(ConfigError, match=r"a smaller --intermediate-size or a smaller --draft-vocab"):
-        found.check(25 << 30)
+        bound.check(25 << 30)
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = bound_of(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t")), output=str(tmp_path / "out")))
-    found.check()
+    bound = bound_of(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t")), output=str(tmp_path / "out")))
+    bound.check()
     monkeypatch.setattr(memory, "free_disk", lambda folder: 1000)
     with pytest.raises(OutputError, match=r"out needs .* --checkpoints"):
-        found.check()
+        bound.check()
 
 
 def test_a_linear_start_counts_if_it_takes_more_than_learning() -> None:
@@ -86,10 +86,10 @@ def test_a_probe_measures_and_leaves_no_trace(head: str) -> None:
     config = resolve(CONFIG.changed(head=head, **({} if head == "eagle3" else {"draft_vocab": 0})), target.hidden_size)
     existing = KINDS[head].new(target, config, np.arange(64) if head == "eagle3" else None, (0, 2, 3))
     before = {name: np.array(value) for name, value in weights_of(existing).items()}
-    for found in (probe(target, config), probe(target, config, existing)):
-        assert found.captured > 0
-        assert found.learned > 0
-        assert found.memory > 12 * sum(value.size for value in before.values()), "weights and two moments"
+    for measured in (probe(target, config), probe(target, config, existing)):
+        assert measured.captured > 0
+        assert measured.learned > 0
+        assert measured.memory > 12 * sum(value.size for value in before.values()), "weights and two moments"
     for name, value in weights_of(existing).items():
         np.testing.assert_array_equal(value, before[name])
 

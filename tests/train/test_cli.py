@@ -80,8 +80,8 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
     assert (f"eagle-serve --target {target} finds it" in said) == (not least)
     assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below {least}" in said) == bool(least)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    for found in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
-        [one] = found
+    for heads in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
+        [one] = heads
         assert (one.head, one.origin) == (str(tmp_path / "out" / "best"), "trained")
         assert one.acceptance_length == report["acceptance_length"]
         assert one.prompts == report["acceptance"]["best"]["prompts"]
@@ -125,8 +125,8 @@ def test_rows_of_the_shards_are_not_measured(
     assert report["acceptance"]["best"]["prompts"] <= rows - learned
     left_out = f"{report['data']['prompts_left_out']} conversations left out, because the head is trained on them"
     assert left_out in capsys.readouterr().err
-    [found] = records()
-    assert found.acceptance_length == report["acceptance_length"]
+    [record] = records()
+    assert record.acceptance_length == report["acceptance_length"]
 
 
 def test_shards_that_do_not_know_their_conversations_give_no_held_out_figure(
@@ -138,8 +138,8 @@ def test_shards_that_do_not_know_their_conversations_give_no_held_out_figure(
     report = trained_on(target, tmp_path / "out", "--shards", f"{tmp_path}/shards", "--eval-data", str(chats))
     assert report["data"]["prompts_held_out"] is False
     assert "the data does not say which conversations it holds" in capsys.readouterr().err
-    [found] = records()
-    assert found.acceptance_length is None
+    [record] = records()
+    assert record.acceptance_length is None
     figures = of_training(read_source(tmp_path / "out"), "owner/tiny")
     assert figures is not None
     assert "held out" not in figures.data + figures.method

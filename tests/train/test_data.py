@@ -129,12 +129,12 @@ def test_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Pat
 
 def places(data: TrainData) -> dict[tuple[int, ...], list[Bits]]:
     """Return every sample's states by its tokens."""
-    found = {}
+    states = {}
     for index in range(len(data.samples.lengths)):
         sample = data.samples[index]
         assert sample.states is not None
-        found[tuple(sample.tokens.tolist())] = [sample.states.features, sample.states.last]
-    return found
+        states[tuple(sample.tokens.tolist())] = [sample.states.features, sample.states.last]
+    return states
 
 
 def test_states_are_kept_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 @needs_ring
 def test_processes_learn_like_one_process_with_all_their_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     count = in_full(3, 2)
-    found = together(count, tmp_path) if count > 2 else pair[1]
-    assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
+    reports = together(count, tmp_path) if count > 2 else pair[1]
+    assert [(one["rank"], one["size"]) for one in reports] == [(rank, count) for rank in range(count)]
     alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.single())
-    for one in found:
+    for one in reports:
         assert one["received"] == {"place": [1, 2.5], "who": 0}
         assert one["stop"] == [False, True]
-        assert one["weights"] == found[0]["weights"], "heads that began differently are alike, bit by bit"
+        assert one["weights"] == reports[0]["weights"], "heads that began differently are alike, bit by bit"
         assert len(one["results"]) == len(alone["results"])
         for ours, theirs in zip(one["results"], alone["results"], strict=True):
             assert (ours is None) == (theirs is None)
@@ -51,7 +51,7 @@ def test_processes_learn_like_one_process_with_all_their_rows(tmp_path: Path, pa
                 for name in ("loss", "loss_by_step", "feature_loss_by_step", "accuracy_by_step"):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    rows = np.array([one["rows"] for one in found])
+    rows = np.array([one["rows"] for one in reports])
     assert rows.sum(axis=0).tolist() == alone["rows"]
     assert rows.min() == 0, "a process without rows takes the step all the same"
     assert [result is None for result in alone["results"]].count(True) == 1, "and so it is with a batch without loss"
@@ -63,11 +63,11 @@ def test_two_processes_equal_one_with_twice_the_rows(tmp_path: Path, pair: tuple
     compared = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
     alone = whole_run(tmp_path / "alone", World.single(), 2 * CONFIG.optimization.rows)
-    folder, (found, other) = pair
-    assert (found["stopped"], found["finished"]) == (True, False)
+    folder, (report, other) = pair
+    assert (report["stopped"], report["finished"]) == (True, False)
     assert (other["stopped"], other["steps"]) == (False, [])
     assert (folder / "out" / "report.json").exists()
-    first = found["steps"]
+    first = report["steps"]
     assert [line["step"] for line in first] == [line["step"] for line in alone] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(first, alone, strict=True):
         assert [ours[name] for name in compared] == pytest.approx([theirs[name] for name in compared], rel=1e-4)

@@ -24,13 +24,13 @@ def output(tokens: list[int], rounds: int, drafted: list[int], accepted: list[in
 
 def test_outputs_are_taken_together() -> None:
     outputs = [output(list(range(12)), 5, [4, 4], [4, 2]), output(list(range(8)), 5, [4, 2], [0, 1])]
-    found = summarize(outputs, 3, left_out=2)
-    assert found.acceptance_length == 2.0
-    assert found.acceptance_by_position == [0.5, 0.5, 0.0]
-    assert (found.prompts, found.left_out, found.emitted, found.rounds) == (2, 2, 20, 10)
+    acceptance = summarize(outputs, 3, left_out=2)
+    assert acceptance.acceptance_length == 2.0
+    assert acceptance.acceptance_by_position == [0.5, 0.5, 0.0]
+    assert (acceptance.prompts, acceptance.left_out, acceptance.emitted, acceptance.rounds) == (2, 2, 20, 10)
     assert summarize([], 2).acceptance_length == 0.0
-    assert found.interval == 0.0, "few prompts say little of others"
-    assert found.by_context == {}
+    assert acceptance.interval == 0.0, "few prompts say little of others"
+    assert acceptance.by_context == {}
     longer = replace(outputs[1], prompt_tokens=4000)
     assert summarize([longer, outputs[0]], 3).by_context == {"up to 512": 12 / 5, "up to 4,096": 8 / 5}
     assert summarize(3 * outputs, 3).interval == pytest.approx(
@@ -88,10 +88,10 @@ def test_some_texts_are_kept_for_people_to_read() -> None:
     assert target.tokenizer is not None
     prompts = [target.tokenizer.encode(f"def number_{i}(x):") for i in range(8)]
     evaluator = Evaluator(target, prompts, depth=2, max_tokens=16)
-    found = evaluator.measure(tiny_head(target))
+    acceptance = evaluator.measure(tiny_head(target))
     texts = evaluator.generations
     assert 0 < len(texts) <= 3
-    assert len(texts) <= found.prompts
+    assert len(texts) <= acceptance.prompts
     for text in texts:
         assert text["prompt"].startswith("def number_")
         assert text["text"]

@@ -63,12 +63,12 @@ def test_every_kind_is_trained_on_what_it_drafts_with(name: str) -> None:
     wanted = [(0, 0, 0, 3), (0, 1, 9, 2), (0, 1, 9, 6), (1, 0, 0, 0), (1, 0, 0, 5), (1, 0, 0, 11)]  # row, text, at
     positions = mx.array([[3, 11, 15], [0, 5, 11]])
     g = kind_of(head).features(head, TARGET, mx.stack(states), lambda x: x)
-    found = kind_of(head).unroll(head, Inputs(head.embed(tokens), g, mx.array(segments), positions), STEPS)
-    assert [h.shape for h in found] == [(2, 3, head.hidden_size)] * STEPS
+    unrolled = kind_of(head).unroll(head, Inputs(head.embed(tokens), g, mx.array(segments), positions), STEPS)
+    assert [h.shape for h in unrolled] == [(2, 3, head.hidden_size)] * STEPS
     for place, (row, text, _, index) in enumerate(wanted):
         expected = drafted(head, TARGET, parts[row][text], index, STEPS)
         for step, want in enumerate(expected):
-            np.testing.assert_allclose(found[step][row, place % 3], want, rtol=1e-3, atol=1e-3, err_msg=str(step))
+            np.testing.assert_allclose(unrolled[step][row, place % 3], want, rtol=1e-3, atol=1e-3, err_msg=str(step))
 
 
 @settings(max_examples=some(10), deadline=None)

@@ -249,10 +249,10 @@ def test_all_data_is_learned_if_making_slows_down(
 
     def slow_step(engine: Engine) -> Any:
         before = clock.now
-        found = step(engine)
+        result = step(engine)
         if before > after * total and engine.max_batch >= 8:  # not the evaluation's
             clock.now += (slower - 1) * (clock.now - before)
-        return found
+        return result
 
     monkeypatch.setattr(Engine, "step", slow_step)
     report = train_for_hours(target, config_of(out, eval_batch=1, log_steps=1), watch=Stopwatch(clock))

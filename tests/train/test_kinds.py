@@ -168,8 +168,8 @@ def test_states_with_aux_layers_serve_as_well(target: Target, name: str) -> None
 def test_the_feature_distance_is_smooth_and_weighted() -> None:
     outputs = [mx.array([[[0.0, 0.5], [3.0, 0.0]]])]
     wanted = mx.array([[0.0, 0.0], [0.0, 0.0]])
-    found = feature_losses(outputs, wanted, mx.array([[1, 0]]), mx.array([[2.0, 10.0]]))
-    assert found.item() == pytest.approx(2 * (3 - 0.5) / 2 + 10 * (0.5 * 0.25) / 2)
+    loss = feature_losses(outputs, wanted, mx.array([[1, 0]]), mx.array([[2.0, 10.0]]))
+    assert loss.item() == pytest.approx(2 * (3 - 0.5) / 2 + 10 * (0.5 * 0.25) / 2)
 
 
 def test_the_loss_of_eagle_is_the_sum_of_its_parts(target: Target) -> None:

@@ -106,9 +106,9 @@ def test_fewer_tokens_are_read_if_states_must_be_computed(target: Target, sample
 
     many = samples * 30
 
-    def read(found: list[Any]) -> int:
+    def read(pieces: list[Any]) -> int:
         Counted.taken = 0
-        new_head(target, TrainData(Counted(found), LAYERS, None, {}), config_of())
+        new_head(target, TrainData(Counted(pieces), LAYERS, None, {}), config_of())
         return Counted.taken
 
     assert 0 < 3 * read([Example(sample.tokens, sample.loss_mask) for sample in many]) < read(many)
@@ -138,11 +138,11 @@ def test_a_planted_map_is_found(seed: int, inputs: int, outputs: int, noise: flo
         y = x @ planted + noise * rng.normal(size=(150, outputs))
         return mx.array(x.astype(np.float32)), mx.array(y.astype(np.float32))
 
-    found = best_map(piece() for _ in range(20))
-    assert found is not None
-    assert np.abs(found[0] - planted).max() < 0.05
+    best = best_map(piece() for _ in range(20))
+    assert best is not None
+    assert np.abs(best[0] - planted).max() < 0.05
     x, y = piece()
-    assert error(found[0], x, y) <= 1.2 * outputs * noise**2 + 0.05
+    assert error(best[0], x, y) <= 1.2 * outputs * noise**2 + 0.05
 
 
 def test_no_map_without_pieces() -> None:
@@ -151,18 +151,18 @@ def test_no_map_without_pieces() -> None:
 
 def test_a_single_piece_gives_a_cautious_map() -> None:
     x = mx.random.normal((20, 4), key=mx.random.key(0))
-    found = best_map([(x, x)])
-    assert found is not None
-    assert np.abs(found[0] - np.eye(4) / 1.1).max() < 0.1  # shrunk by the strongest ridge, a tenth
+    best = best_map([(x, x)])
+    assert best is not None
+    assert np.abs(best[0] - np.eye(4) / 1.1).max() < 0.1  # shrunk by the strongest ridge, a tenth
 
 
 def test_solving_leaves_the_moments_as_they_were() -> None:
     x = mx.random.normal((50, 4), key=mx.random.key(0))
-    found = Moments(np.zeros((4, 4), np.float32), np.zeros((4, 4), np.float32))
-    found.add(x, x)
-    before = found.xx.copy()
-    found.solution(0.1)
-    assert np.array_equal(found.xx, before)
+    moments = Moments(np.zeros((4, 4), np.float32), np.zeros((4, 4), np.float32))
+    moments.add(x, x)
+    before = moments.xx.copy()
+    moments.solution(0.1)
+    assert np.array_equal(moments.xx, before)
 
 
 def test_the_memory_of_the_search_is_predicted() -> None:
@@ -201,7 +201,7 @@ def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) ->
     samples = list(capture(target, LAYERS, conversations(target, 40)))
     head = new_head(target, TrainData(InMemory(samples), LAYERS, None, {}), config_of(head=kind))
     head.attach(target)
-    found = []
+    cosines = []
     for sample in samples:
         tokens = mx.array(sample.tokens)[None]
         aux = list(mx.split(from_16_bits(sample.states.features)[None].astype(mx.float32), 3, axis=-1))
@@ -209,5 +209,5 @@ def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) ->
         drafts = unroll_blocks(head, (head.embed(tokens), g, mx.ones(tokens.shape, mx.int32), anchors), 2)
         for drafted in drafts:
             states = drafted / head.norm.weight
-            found.append(mx.mean(states * g[:, 1:-1] / mx.sqrt(mx.mean(mx.square(states)) * mx.mean(mx.square(g)))))
-    assert mx.mean(mx.stack(found)) > 0.7, "with 16 dimensions, older positions get some weight too"
+            cosines.append(mx.mean(states * g[:, 1:-1] / mx.sqrt(mx.mean(mx.square(states)) * mx.mean(mx.square(g)))))
+    assert mx.mean(mx.stack(cosines)) > 0.7, "with 16 dimensions, older positions get some weight too"

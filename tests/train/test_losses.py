@@ -159,9 +159,9 @@ def test_an_objective_is_the_weighted_sum_of_its_parts(loss: str, reads: str) ->
         of_confidence = -accepted * np.log(chance) - (1 - accepted) * np.log(1 - chance)
     x = mx.array(np.concatenate([h, latent, before], axis=-1))
     for token, variation, confidence in ((1.0, 0.0, 0.0), (0.3, 0.7, 0.0), (0.3, 0.0, 0.2), (0.3, 0.7, 0.2)):
-        found, _ = step_loss(head, x, labels, weights, Objective(loss, token, variation, confidence))
+        computed, _ = step_loss(head, x, labels, weights, Objective(loss, token, variation, confidence))
         parts = token * of_tokens + variation * distance + confidence * of_confidence
-        assert found.item() == pytest.approx((np.array(weights * labels.inside) * parts).sum(), rel=1e-4)
+        assert computed.item() == pytest.approx((np.array(weights * labels.inside) * parts).sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize("selector", [0.0, 1.0, 0.5])
@@ -205,8 +205,8 @@ def test_the_feature_distance_is_the_mean_smooth_l1() -> None:
     expected = (weights * np.where(off < 1, off**2 / 2, off - 0.5).mean(-1)).sum(-1)
     arrays = (mx.array(x, mx.float32) for x in (wanted, select, weights))
     features, at, share = arrays
-    found = feature_losses([mx.array(h, mx.float32) for h in outputs], features, at.astype(mx.int32), share)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    losses = feature_losses([mx.array(h, mx.float32) for h in outputs], features, at.astype(mx.int32), share)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -104,8 +104,10 @@ def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     arrays = part_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))
 
     def gradient(chunked: bool) -> dict[str, mx.array]:
-        found = nn.value_and_grad(trained, lambda: part_loss(trained, target, arrays, objective_of(config), chunked)[0])
-        return dict(tree_flatten(found()[1]))
+        gradients = nn.value_and_grad(
+            trained, lambda: part_loss(trained, target, arrays, objective_of(config), chunked)[0]
+        )
+        return dict(tree_flatten(gradients()[1]))
 
     plain, chunked = gradient(False), gradient(True)
     assert plain.keys() == chunked.keys()
@@ -125,8 +127,8 @@ def test_the_chunked_loss_in_parts_of_any_size(target: Target, logits: int) -> N
         """Compute all labels of a step at once, with MLX's own gradient."""
         labels = soft_labels(target, last, head.token_ids)
         read = [h.reshape(-1, 32)[select[step]] for step, h in enumerate(outputs)]
-        found = [step_loss(head, x, labels, weights[step]) for step, x in enumerate(read)]
-        by_step, hits = map(mx.stack, zip(*found, strict=True))
+        losses = [step_loss(head, x, labels, weights[step]) for step, x in enumerate(read)]
+        by_step, hits = map(mx.stack, zip(*losses, strict=True))
         return mx.sum(by_step), by_step, hits
 
     chunked = ChunkedLoss(head, target, last, weights, logits=logits)

@@ -17,25 +17,25 @@ def rows_of(segments: list[list[int]], mask: list[list[int]]) -> Rows:
 def pairs(plan: InputPlan, rows: Rows, step: int) -> list[tuple[int, int, int]]:
     """Return (row, t, u) of every position with loss in a step, from the plan."""
     length, count = rows.tokens.shape[1], plan.positions.shape[1]
-    found = []
+    triples = []
     for n, u in enumerate(plan.labels):
         if plan.valid[step, n]:
             row, place = divmod(int(plan.select[step, n]), count)
             assert row == u // length
-            found.append((row, int(plan.positions[row, place]), int(u % length)))
-    return sorted(found)
+            triples.append((row, int(plan.positions[row, place]), int(u % length)))
+    return sorted(triples)
 
 
 def expected(rows: Rows, step: int) -> list[tuple[int, int, int]]:
     """Return the definition's positions: t reads up to t+1+j and predicts token t+2+j, in one segment."""
-    found = []
+    triples = []
     width, length = rows.tokens.shape
     for row in range(width):
         for t in range(length - 2 - step):
             inside = rows.segments[row, t : t + 3 + step]
             if inside[0] > 0 and len(set(inside.tolist())) == 1 and rows.loss_mask[row, t + 2 + step]:
-                found.append((row, t, t + 1 + step))
-    return found
+                triples.append((row, t, t + 1 + step))
+    return triples
 
 
 def test_a_prompt_and_an_answer() -> None:

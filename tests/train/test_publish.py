@@ -322,10 +322,10 @@ def test_the_card_has_metadata_figures_and_commands(made: Made, online: hub_serv
         "tags": ["eagle3", "speculative-decoding", "mlx", "sglang", "vllm"],
     }
     report = json.loads((made.run / "report.json").read_text())
-    found = report["acceptance"]["best"]
-    by_position = " ".join(f"{share:.2f}" for share in found["acceptance_by_position"])
-    held_out = f"| chats.jsonl, held out | {found['prompts']} | {found['left_out']} | 0 | 2 |"
-    assert f"{held_out} {found['acceptance_length']:.2f} | {by_position} |" in card.text
+    best = report["acceptance"]["best"]
+    by_position = " ".join(f"{share:.2f}" for share in best["acceptance_by_position"])
+    held_out = f"| chats.jsonl, held out | {best['prompts']} | {best['left_out']} | 0 | 2 |"
+    assert f"{held_out} {best['acceptance_length']:.2f} | {by_position} |" in card.text
     runs = {(run["mode"], run["depth"]): run for run in json.loads(made.figures.read_text())["runs"]}
     for depth in (1, 2):
         run = runs["eagle", depth]
@@ -574,8 +574,10 @@ def test_the_command_of_a_run_makes_the_same_settings(made: Made) -> None:
     words = shlex.split(train_command(config, "owner/tiny"))
     again = load_config(None, vars(train_parser().parse_args(words[1:])))
     shown = {**config, "target": "owner/tiny", "data": ["chats.jsonl"], "output": TrainConfig().run.output}
-    found = json.loads(json.dumps(again.flat()))
-    assert {name for name in config if found[name] != shown[name]} <= {"states"}, "where states were kept is no setting"
+    written = json.loads(json.dumps(again.flat()))
+    assert {name for name in config if written[name] != shown[name]} <= {"states"}, (
+        "where states were kept is no setting"
+    )
 
 
 def test_the_command_of_a_run_from_shards_names_no_other_data() -> None:
@@ -597,11 +599,11 @@ def test_a_report_names_no_folder_of_this_machine() -> None:
     models = {"target": "/home/me/tiny", "init_from": "you/head", "adapter_path": "/home/me/adapters"}
     data = ["/home/me/a.jsonl=0.5", "user/name:train=0.5"]
     more = {"map": ["/home/me/a.jsonl:prompt=q"], "eval_data": "~/b.parquet"}
-    found = public_settings(TrainConfig.of(**models, **more, data=data, output="/home/me/out", cache_dir="x/y"))
-    assert (found["target"], found["init_from"], found["adapter_path"]) == ("tiny", "you/head", "adapters")
-    assert found["data"] == ("a.jsonl=0.5", "user/name:train=0.5")
-    assert found["map"] == ("a.jsonl:prompt=q",)
-    assert (found["eval_data"], found["output"], found["cache_dir"]) == ("b.parquet", "out", "y")
+    public = public_settings(TrainConfig.of(**models, **more, data=data, output="/home/me/out", cache_dir="x/y"))
+    assert (public["target"], public["init_from"], public["adapter_path"]) == ("tiny", "you/head", "adapters")
+    assert public["data"] == ("a.jsonl=0.5", "user/name:train=0.5")
+    assert public["map"] == ("a.jsonl:prompt=q",)
+    assert (public["eval_data"], public["output"], public["cache_dir"]) == ("b.parquet", "out", "y")
     assert public_settings(TrainConfig()) == TrainConfig().flat() | {"output": "head"}
 
 

@@ -71,16 +71,16 @@ def test_every_recipe_is_known() -> None:
 def test_a_recipe_makes_a_plan(name: str) -> None:
     recipe = load_recipe(name)
     config = TrainConfig.of(**recipe.settings)
-    found = bound_of(config, described_target(config.head.target, recipe.model))
-    parameters = get_total_parameters(found.target.model)
+    bound = bound_of(config, described_target(config.head.target, recipe.model))
+    parameters = get_total_parameters(bound.target.model)
     assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert found.weights < parameters * 6 / 8  # 4 bits, and scales
-    assert found.head.token_ids is not None
-    assert found.head.token_ids.size == 32_000
-    assert found.training > FLOAT * found.trained > 0
+    assert bound.weights < parameters * 6 / 8  # 4 bits, and scales
+    assert bound.head.token_ids is not None
+    assert bound.head.token_ids.size == 32_000
+    assert bound.training > FLOAT * bound.trained > 0
     assert all(source.spec.startswith("preset:") for source in DataConfig(config.data.sources).parsed)
-    text = as_text(found, assumed(config, recipe.tokens_each), free=10**11)
-    assert f"{found.target.num_layers} layers" in text
+    text = as_text(bound, assumed(config, recipe.tokens_each), free=10**11)
+    assert f"{bound.target.num_layers} layers" in text
     assert "tokens      " in text
     assert "assumed" in text
     assert not re.search(r"\b(nan|inf)\b", text)

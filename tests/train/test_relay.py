@@ -43,8 +43,8 @@ def random_rows(target: Target, layers: int, count: int, length: int) -> Rows:
 def gradient_of(head: Any, target: Target, rows: Rows, steps: int, again: bool) -> Callable[[], dict[str, mx.array]]:
     arrays = part_arrays(head, target, rows, make_plan(rows, steps), np.full(steps, 1 / 50, np.float32))
     objective = Objective(feature_weight=0.5) if kind_of(head).name == "eagle" else Objective()
-    found = nn.value_and_grad(head, lambda: part_loss(head, target, arrays, objective, again)[0])
-    return lambda: dict(tree_flatten(found()[1]))
+    gradient = nn.value_and_grad(head, lambda: part_loss(head, target, arrays, objective, again)[0])
+    return lambda: dict(tree_flatten(gradient()[1]))
 
 
 @pytest.mark.parametrize(("name", "again"), diagonal(KINDS, [False, True]))

@@ -26,13 +26,13 @@ def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> 
             if step:
                 tracker.log("train", step, {**place, "loss": 10 / step, "accuracy_by_step": [0.5, 0.25]})
             if step in TAUS:
-                found = {
+                figures = {
                     "acceptance_length": TAUS[step],
                     "acceptance_by_position": [0.5, 0.25],
                     "depth": 2,
                     "interval": 0.04,
                 }
-                tracker.log("eval", step, {**place, **found})
+                tracker.log("eval", step, {**place, **figures})
     (folder / "run.json").write_text(json.dumps({"config": config_values, "target": "ab", "data": "cd"}))
     if finished:
         (folder / "report.json").write_text("{}")

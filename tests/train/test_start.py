@@ -263,9 +263,9 @@ def test_the_data_choose_the_draft_vocabulary_of_an_existing_head(tmp_path: Path
 
     def kept(**own: Any) -> list[int]:
         config = config_of("eagle3", folder, **more, **own)
-        found = training_data(TARGET, config, head=existing_head(TARGET, config)).kept
-        assert found is not None
-        return found.tolist()  # type: ignore[no-any-return]
+        mask = training_data(TARGET, config, head=existing_head(TARGET, config)).kept
+        assert mask is not None
+        return mask.tolist()  # type: ignore[no-any-return]
 
     had = existing_head(TARGET, config_of("eagle3", folder)).token_ids.tolist()  # type: ignore[union-attr]
     assert kept() == had

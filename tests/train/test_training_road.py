@@ -46,14 +46,14 @@ def passed(row: dict[str, Any], folder: Path) -> set[str]:
     assert TARGET.tokenizer is not None
     head = new_head(TARGET, TrainData(InMemory([]), layers, None, {}), config, begin=False)
     head.attach(TARGET)
-    found: set[str] = set()
+    files: set[str] = set()
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(ROOT):
             name = path.relative_to(ROOT)
             if name.parts[0] not in (".venv", "tests"):
-                found.add(name.as_posix())
+                files.add(name.as_posix())
 
     threading.setprofile(note)
     sys.setprofile(note)
@@ -67,7 +67,7 @@ def passed(row: dict[str, Any], folder: Path) -> set[str]:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     assert loss.item() > 0
-    return {name for name in found if not any(part in name for part in COMPUTES)}
+    return {name for name in files if not any(part in name for part in COMPUTES)}
 
 
 def test_a_line_of_jsonl_passes_few_files(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def main() -> None:
     world = World.init()
     received = world.broadcast({"place": [1, 2.5], "who": world.rank})
     stop = [world.any(False), world.any(world.rank == world.size - 1)]
-    found = learnt(CONFIG, world, seed=world.rank)
-    found |= {"rank": world.rank, "size": world.size, "received": received, "stop": stop}
+    result = learnt(CONFIG, world, seed=world.rank)
+    result |= {"rank": world.rank, "size": world.size, "received": received, "stop": stop}
     if sys.argv[1:]:
         folder, stopped = Path(sys.argv[1]), False
         try:
@@ -108,8 +108,8 @@ def main() -> None:
         except Stopped:
             stopped = True
         finished = (folder / "out" / "report.json").exists()
-        found |= {"stopped": stopped, "finished": finished, "steps": whole_run(folder, world)}
-    print(json.dumps(found))
+        result |= {"stopped": stopped, "finished": finished, "steps": whole_run(folder, world)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

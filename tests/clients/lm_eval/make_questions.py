@@ -18,7 +18,7 @@ MODULES = (
 
 def bodies() -> list[tuple[str, str]]:
     """Return signatures and short bodies of functions."""
-    found = []
+    pairs = []
     for name in MODULES:
         source = inspect.getsource(__import__(name))
         for node in ast.walk(ast.parse(source)):
@@ -26,8 +26,8 @@ def bodies() -> list[tuple[str, str]]:
                 lines = (ast.get_source_segment(source, node) or "").splitlines()
                 start = next((i for i, line in enumerate(lines) if line.rstrip().endswith(":")), None)
                 if start is not None and 1 < len(lines) - start <= 8 and ast.get_docstring(node) is None:
-                    found.append(("\n".join(lines[: start + 1]), "\n".join(lines[start + 1 :])))
-    return found
+                    pairs.append(("\n".join(lines[: start + 1]), "\n".join(lines[start + 1 :])))
+    return pairs
 
 
 def main() -> None:

@@ -37,12 +37,12 @@ _SYSTEM = "You answer in Python, with few words, and you say nothing that was no
 
 def questions() -> list[Question]:
     """Return questions with known answers: some share a prefix, some are long, some have a format."""
-    found = [Question((("user", text),), max_tokens=8 + 6 * i) for i, text in enumerate(_OPENINGS)]
-    found += [Question((("system", _SYSTEM), ("user", text))) for text in _OPENINGS[:3]]
+    mixed = [Question((("user", text),), max_tokens=8 + 6 * i) for i, text in enumerate(_OPENINGS)]
+    mixed += [Question((("system", _SYSTEM), ("user", text))) for text in _OPENINGS[:3]]
     turns = (("user", _OPENINGS[0]), ("assistant", "return 1"), ("user", "And now?"))
-    found += [Question(turns), Question((("user", " ".join(_OPENINGS) * 6),), max_tokens=12)]
+    mixed += [Question(turns), Question((("user", " ".join(_OPENINGS) * 6),), max_tokens=12)]
     weather = (("user", "How is the weather in Oslo?"),)
-    return [*found, Question(weather, "schema", 80), Question(weather, "tool", 200)]
+    return [*mixed, Question(weather, "schema", 80), Question(weather, "tool", 200)]
 
 
 def any_question(rng: random.Random) -> Question:

@@ -345,8 +345,8 @@ def test_three_apis_in_one_batch_give_the_same_answers_as_alone() -> None:
             asked = {"messages": messages, "max_tokens": 24, **sampling}
             return "".join(block["text"] for block in server.http.post(MESSAGES, json=asked).json()["content"])
         asked = {"input": messages, "max_output_tokens": 24, **sampling}
-        found = server.http.post(RESPONSES, json=asked).json()["output"]
-        return "".join(item["content"][0]["text"] for item in found)
+        output = server.http.post(RESPONSES, json=asked).json()["output"]
+        return "".join(item["content"][0]["text"] for item in output)
 
     with live(lambda: Loaded(engine("eagle"), "eagle", DEPTH)) as server, ThreadPoolExecutor(6) as pool:
         asked = [(seed, api) for seed in (1, 2) for api in (CHAT, MESSAGES, RESPONSES)]

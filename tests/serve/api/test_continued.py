@@ -49,23 +49,23 @@ def said(server: Live, dialect: Dialect, asked: dict[str, Any]) -> tuple[str, st
     events = [json.loads(event) for event in data if event != "[DONE]"]
     if dialect is CHAT:
         message = answer["choices"][0]["message"]
-        found = (message.get("reasoning_content", ""), message["content"] or "")
+        texts = (message.get("reasoning_content", ""), message["content"] or "")
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
         streamed = tuple("".join(delta.get(key) or "" for delta in deltas) for key in ("reasoning_content", "content"))
     elif dialect is MESSAGES:
         parts = answer["content"]
-        found = tuple("".join(part.get(key, "") for part in parts) for key in ("thinking", "text"))  # type: ignore[assignment]
+        texts = tuple("".join(part.get(key, "") for part in parts) for key in ("thinking", "text"))  # type: ignore[assignment]
         deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
         streamed = tuple("".join(delta.get(key, "") for delta in deltas) for key in ("thinking", "text"))
     else:
         parts = [part for item in answer["output"] for part in item["content"]]
         kinds = ("reasoning_text", "output_text")
-        found = tuple("".join(part["text"] for part in parts if part["type"] == kind) for kind in kinds)  # type: ignore[assignment]
+        texts = tuple("".join(part["text"] for part in parts if part["type"] == kind) for kind in kinds)  # type: ignore[assignment]
         streamed = tuple(
             "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta") for kind in kinds
         )
-    assert streamed == found
-    return found
+    assert streamed == texts
+    return texts
 
 
 def completed(server: Live, messages: list[dict[str, Any]], **more: Any) -> tuple[str, str]:

@@ -44,22 +44,22 @@ def events(server: Live, **body: Any) -> list[dict[str, Any]]:
     pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
     assert pieces.pop() == ""
     named = [piece.split("\n") for piece in pieces]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in named]
-    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in found]
-    return found
+    bodies = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in bodies]
+    return bodies
 
 
-def streamed(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def streamed(stream: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the blocks that events build, and the last event but one. Check the order of events.
 
     A slow model's stream has pings in any place.
     """
-    assert [event["type"] for event in found[:2]] == ["message_start", "ping"]
-    found = found[:2] + [event for event in found[2:] if event["type"] != "ping"]
-    assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
+    assert [event["type"] for event in stream[:2]] == ["message_start", "ping"]
+    stream = stream[:2] + [event for event in stream[2:] if event["type"] != "ping"]
+    assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
     blocks: list[dict[str, Any]] = []
     is_open = False
-    for event in found[2:-2]:
+    for event in stream[2:-2]:
         kind = event["type"]
         assert is_open == (kind != "content_block_start")
         if kind == "content_block_start":
@@ -72,7 +72,7 @@ def streamed(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[st
     for block in blocks:
         if "partial_json" in block:
             block["input"] = json.loads(block.pop("partial_json"))
-    return blocks, found[-2]
+    return blocks, stream[-2]
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ plain:
   chat-template-args: {{enable_thinking: false}}
   extra-eos-token: ["-x", "y"]
 """
-    plain, long = (found := read_models(written(tmp_path, text))).values()
-    assert list(found) == ["plain", "org/long"]
+    plain, long = (models := read_models(written(tmp_path, text))).values()
+    assert list(models) == ["plain", "org/long"]
     assert (plain.target, plain.max_batch, plain.speculation) == (str(target), 2, Speculation(mode="ngram"))
     assert (long.target, long.max_batch, long.memory.kv_bytes) == ("org/long", 3, 500_000_000)
     assert long.speculation == Speculation(head=AUTO, keep=False)
@@ -54,8 +54,8 @@ plain:
 
 def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    found = read_models(written(tmp_path, example))
-    assert [(name, config.target, config.max_batch) for name, config in found.items()] == [
+    models = read_models(written(tmp_path, example))
+    assert [(name, config.target, config.max_batch) for name, config in models.items()] == [
         ("small", "Qwen3-0.6B-4bit", 4),
         ("large", "Qwen3-4B-4bit", 4),
         ("no-thinking", "Qwen3-4B-4bit", 4),

@@ -63,17 +63,17 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
     for make, put_together in pairs:
         writer, other = make().answer(chat), make().answer(chat)
         text = writer.open() + "".join(map(writer.write, events)) + writer.close(0, output, {})
-        found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
+        streamed = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
         whole = other.response([output])
-        assert put_together(found) == without_ids(whole.get("content") or whole["output"])
+        assert put_together(streamed) == without_ids(whole.get("content") or whole["output"])
     message = PendingMessage(call, asked, BODY).answer(chat).response([output])
     kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
 
 
-def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    for event in found:
+    for event in events:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"] | {"json": ""})
         elif event["type"] == "content_block_delta":
@@ -88,10 +88,10 @@ def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return without_ids(blocks)
 
 
-def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items built only from deltas, with other fields as they were when an item was added."""
     items: list[dict[str, Any]] = []
-    for event in found:
+    for event in events:
         if event["type"] == "response.output_item.added":
             items.append(event["item"])
         elif event["type"] == "response.content_part.added":
@@ -105,5 +105,5 @@ def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return without_ids(items)
 
 
-def without_ids(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in found]
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in items]

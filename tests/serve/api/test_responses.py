@@ -50,18 +50,18 @@ def events(server: Live, **body: Any) -> list[dict[str, Any]]:
     pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
     assert pieces.pop() == ""
     named = [piece.split("\n") for piece in pieces if not piece.startswith(":")]  # a slow model's keep-alive comments
-    found = [json.loads(data.removeprefix("data: ")) for _, data in named]
-    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in found]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    bodies = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in bodies]
+    assert [event["sequence_number"] for event in bodies] == list(range(len(bodies)))
+    return bodies
 
 
-def streamed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def streamed(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items that events build, which equal those of the last event."""
-    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    assert [event["type"] for event in stream[:2]] == ["response.created", "response.in_progress"]
     items: list[dict[str, Any]] = []
     text = ""
-    for event in found[2:-1]:
+    for event in stream[2:-1]:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
             text = ""
@@ -75,8 +75,8 @@ def streamed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert text == event.get("text", event.get("arguments", event.get("input")))
         assert event["output_index"] == len(items) - 1
         assert event.get("item_id", items[-1]["id"]) == items[-1]["id"]
-    last = found[-1]["response"]
-    assert found[-1]["type"] == f"response.{last['status']}"
+    last = stream[-1]["response"]
+    assert stream[-1]["type"] == f"response.{last['status']}"
     assert last["output"] == items
     return items
 
@@ -112,13 +112,13 @@ def test_the_text_is_that_of_chat_completions(server: Live, given: Any, sampling
 def test_the_official_client_reads_whole_and_streamed_answers(server: Live) -> None:
     whole = server.openai.responses.create(model=NAME, input="def f(x):", **GREEDY)
     with server.openai.responses.stream(model=NAME, input="def f(x):", **GREEDY) as stream:
-        found = list(stream)
-    pieces = [event.delta for event in found if event.type == "response.output_text.delta"]
+        received = list(stream)
+    pieces = [event.delta for event in received if event.type == "response.output_text.delta"]
     assert len(pieces) > 1
     assert "".join(pieces) == whole.output_text
-    assert found[-1].type == f"response.{whole.status}"
+    assert received[-1].type == f"response.{whole.status}"
     assert TARGET is not None or whole.status == "incomplete"  # a random model never ends its turn
-    assert found[-1].response.output_text == whole.output_text
+    assert received[-1].response.output_text == whole.output_text
 
 
 def test_answers_match_the_official_types(server: Live) -> None:
@@ -185,9 +185,9 @@ def test_other_kinds_of_tools_become_functions(caller: Live) -> None:
     ]
     assert (clock["type"], clock["name"], clock["namespace"]) == ("function_call", "clock", "mcp__time")
     chosen = asked | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "seed": 1, "temperature": 0.2}
-    found = ask(caller, **chosen)
+    answer = ask(caller, **chosen)
     items = streamed(events(caller, **chosen))
-    assert alike(items) == alike(found["output"])
+    assert alike(items) == alike(answer["output"])
     # Both are sent back, each with its output.
     custom = {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "*** Begin Patch"}
     done = {"type": "custom_tool_call_output", "call_id": "b", "output": "Done"}

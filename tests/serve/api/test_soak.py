@@ -41,12 +41,12 @@ GROWTH = 0.05
 
 def numbers(base: str) -> dict[str, float]:
     """Return the server's metrics, summed over labels."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{base}/metrics", timeout=20).text):
         for sample in family.samples:
             name = sample.name + (f" {sample.labels['outcome']}" if "outcome" in sample.labels else "")
-            found[name] = found.get(name, 0) + sample.value
-    return found
+            totals[name] = totals.get(name, 0) + sample.value
+    return totals
 
 
 def seconds_until_idle(base: str, most: float = 20.0) -> float:

@@ -38,11 +38,11 @@ def hybrid() -> Iterator[Live]:
 
 def rounds(server: Live) -> list[RoundResult]:
     """Return a list that gets the results of all later rounds."""
-    found: list[RoundResult] = []
+    results: list[RoundResult] = []
     loaded = server.service.loaded
     assert loaded is not None
-    loaded.engine.observer = found.append
-    return found
+    loaded.engine.observer = results.append
+    return results
 
 
 def drafted(results: list[RoundResult]) -> set[str]:
@@ -90,8 +90,8 @@ def test_fields_in_extra_body_are_those_of_the_body(hybrid: Live) -> None:
 
 def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: Live) -> None:
     def summary() -> dict[str, Any]:
-        found: dict[str, Any] = hybrid.http.get(METRICS).json()
-        return {name: found[name] for name in ("spec_decode_drafters", "current_k", "spec_policy")}
+        metrics: dict[str, Any] = hybrid.http.get(METRICS).json()
+        return {name: metrics[name] for name in ("spec_decode_drafters", "current_k", "spec_policy")}
 
     length = in_full(120, 50)
     text = complete(hybrid, max_tokens=length)["choices"][0]["text"]

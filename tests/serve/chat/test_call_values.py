@@ -98,8 +98,8 @@ def test_a_text_with_tags_that_begin_parts_is_unchanged_or_no_call(name: str, wr
         assume(all(can_be_written(writer, value) and not CLOSED.search(value) for value in (text, second)))
         calls = [("write", {"text": text, "count": 1}), ("write", {"count": 2, "text": second})]
         answer = writer(calls)
-        found = calls_of(format, [answer])
-        assert all(call in calls for call in found)
-        assert calls_of(format, list(answer)) == found
+        parsed = calls_of(format, [answer])
+        assert all(call in calls for call in parsed)
+        assert calls_of(format, list(answer)) == parsed
 
     check()

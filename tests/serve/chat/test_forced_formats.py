@@ -39,14 +39,14 @@ def test_calls_in_other_json_formats_are_forced(special: bool) -> None:
         offer = ToolOffer.of([WEATHER, CLOCK], "required", parallel)
         grammar = GRAMMARS[name, special].grammar(None, offer, inside)
         reader = AnswerParser(format_of(name, special), [WEATHER, CLOCK], inside)
-        found = [delta.tool_call for delta in [*reader.push(text), *reader.finish()]]
+        parsed = [delta.tool_call for delta in [*reader.push(text), *reader.finish()]]
         allowed = allows(grammar, text, name, special)
-        assert not allowed or None not in found[inside or text.startswith(THOUGHT) :]
+        assert not allowed or None not in parsed[inside or text.startswith(THOUGHT) :]
         if allowed:
             reader = AnswerParser(format_of(name, special), [WEATHER, CLOCK], inside, enforced=True)
             pieces = [delta.tool_call for letter in text for delta in reader.push(letter)]
             calls = whole_calls(pieces)
-            assert [(call.name, call.arguments) for call in calls] == [(c.name, c.arguments) for c in found if c]
+            assert [(call.name, call.arguments) for call in calls] == [(c.name, c.arguments) for c in parsed if c]
             assert len(pieces) > 10 * len(calls)
         return allowed
 
