@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import EagleError, Engine, HybridProposer, Memory, NgramProposer, SamplingParams, hub
+from eagle_mlx import Engine, HybridProposer, Memory, NgramProposer, SamplingParams, hub
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.memory_file import MemoryFile
@@ -20,7 +20,7 @@ from eagle_mlx.vision.limits import ImageLimits
 from ..chat import ChatFormat, Grammars
 from ..learning.learner import Learner
 from ..speculation import PolicyName, Speculation
-from .errors import ApiError, bad_request
+from .errors import ApiError
 from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import ChoicesRequest
@@ -153,7 +153,7 @@ def sampling(
     grammar: Callable[[], Grammar] | None = None,
     stop_watcher: Callable[[], StopWatcher] | None = None,
 ) -> list[SamplingParams]:
-    """Return parameters for each of the `n` answers, whose seeds count up. Raises ApiError 400.
+    """Return parameters for each of the `n` answers, whose seeds count up. Raises ConfigError or ApiError 400.
 
     max_tokens: None for what the context leaves. top_logprobs: None for no log probabilities.
     """
@@ -161,29 +161,26 @@ def sampling(
     advised: dict[str, float] = {"temperature": 1.0, **loaded.defaults, **given}
     if advised.get("top_k") == -1:  # other servers' value for "all"
         advised["top_k"] = 0
-    try:
-        params = SamplingParams(
-            **advised,  # type: ignore[arg-type]  # each by its own name; __post_init__ checks the types
-            seed=request.seed,
-            max_tokens=max_tokens or loaded.target.context_length,
-            stop=tuple(request.stops),
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos),
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
-            logprobs=top_logprobs is not None,
-            top_logprobs=top_logprobs or 0,
-            num_speculative_tokens=request.num_speculative_tokens,
-            drafter=_drafter(request, loaded),
-            memory=request.memory is not False,
-            learn=(request.memory if request.learn is None else request.learn) is not False,
-            **_rule(request, loaded),
-            grammar=grammar,
-            stop_watcher=stop_watcher,
-        )
-    except EagleError as e:
-        raise bad_request(e) from e
+    params = SamplingParams(
+        **advised,  # type: ignore[arg-type]  # each by its own name; __post_init__ checks the types
+        seed=request.seed,
+        max_tokens=max_tokens or loaded.target.context_length,
+        stop=tuple(request.stops),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+        num_speculative_tokens=request.num_speculative_tokens,
+        drafter=_drafter(request, loaded),
+        memory=request.memory is not False,
+        learn=(request.memory if request.learn is None else request.learn) is not False,
+        **_rule(request, loaded),
+        grammar=grammar,
+        stop_watcher=stop_watcher,
+    )
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(request.answers)]
 
 

@@ -49,12 +49,12 @@ def head_folder(path: Path, seed: int = 0) -> Path:
 def test_every_entry_of_the_table_has_its_sources() -> None:
     heads = known_heads()
     assert len(heads) > 50
-    for one in heads:
-        assert full_id(one.target)
-        assert full_id(one.head)
-        assert one.kind in KINDS
-        assert one.source.startswith("https://")
-    assert len({(one.target, one.head) for one in heads}) == len(heads)
+    for head in heads:
+        assert full_id(head.target)
+        assert full_id(head.head)
+        assert head.kind in KINDS
+        assert head.source.startswith("https://")
+    assert len({(head.target, head.head) for head in heads}) == len(heads)
     for rows in yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"].values():
         for row in rows:
             assert em.hub.recorded_heads()[row["head"].lower()].keys() >= {"license", "size", "revision"}
@@ -73,16 +73,16 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
     ],
 )
 def test_published_heads_are_found_by_the_names_of_conversions(name: str, target: str) -> None:
-    assert {one.target for one in known_heads_for((name,))} == {target}
+    assert {head.target for head in known_heads_for((name,))} == {target}
 
 
 def test_the_preferred_kind_comes_first_and_says_so() -> None:
-    assert {one.kind for one in known_heads()} <= set(PREFERRED)
-    kinds = [one.kind for one in known_heads_for((QWEN,))]
+    assert {head.kind for head in known_heads()} <= set(PREFERRED)
+    kinds = [head.kind for head in known_heads_for((QWEN,))]
     assert list(dict.fromkeys(kinds)) == ["dspark", "dflash", "peagle", "eagle3"]
     first, *others = find_heads(QWEN)
     assert first.about.endswith("(DSpark before DFlash, P-EAGLE, EAGLE-3 by published τ for the cost of a draft)")
-    assert not any("before" in one.about for one in others)
+    assert not any("before" in head.about for head in others)
 
 
 def test_nothing_is_known_of_other_models() -> None:
@@ -93,19 +93,19 @@ def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     for at, name in enumerate(("older", "newer")):
         assert register(head_folder(tmp_path / name, at), "Qwen/Qwen3-8B", "trained", acceptance_length=2 + at)
     heads = find_heads(QWEN)
-    assert [one.head for one in heads[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
+    assert [head.head for head in heads[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
     assert heads[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
-    assert all(one.here for one in heads[:2])
-    assert not any(one.here for one in heads[2:])
+    assert all(head.here for head in heads[:2])
+    assert not any(head.here for head in heads[2:])
     assert heads[2].head == known_heads_for((QWEN,))[0].head
 
 
 def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
-    assert [one.head for one in find_heads(EMBEDDED_TARGET)] == [str(embedded("head"))]
+    assert [head.head for head in find_heads(EMBEDDED_TARGET)] == [str(embedded("head"))]
     register(head_folder(tmp_path / "mine"), EMBEDDED_TARGET, "trained")
-    assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["head", "mine"], "measured ones first"
+    assert [Path(head.head).name for head in find_heads(EMBEDDED_TARGET)] == ["head", "mine"], "measured ones first"
     register(tmp_path / "mine", EMBEDDED_TARGET, "trained", acceptance_length=3.6, prompts=80)
-    assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
+    assert [Path(head.head).name for head in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_the_head_for_a_real_model_is_found_by_its_names_and_in_its_folder(name:
 def test_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
     for name, tau, prompts in (("good", 1.41, 96), ("test", 1.0, 3)):
         register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)
-    said: list[str] = []
-    first, second = find_heads(EMBEDDED_TARGET, say=said.append)
+    lines: list[str] = []
+    first, second = find_heads(EMBEDDED_TARGET, say=lines.append)
     assert first.about == "the included head (τ 3.35 on 56 prompts)"
     assert second.about.endswith("good, trained here for target (τ 1.41 on 96 prompts)")
-    [line] = said
+    [line] = lines
     assert "test, trained here for target (τ 1.00 on 3 prompts) is not offered: with a τ below 1.05 it costs" in line
     assert f"--head {tmp_path / 'test'}" in line
 
@@ -148,14 +148,14 @@ def test_the_best_measured_head_comes_first(
 ) -> None:
     for name, (tau, prompts) in heads.items():
         register(head_folder(tmp_path / name), "someone/model", "trained", "", tau, prompts)
-    assert "".join(Path(one.head).name for one in find_heads("someone/model")) == order
+    assert "".join(Path(head.head).name for head in find_heads("someone/model")) == order
 
 
 def test_a_tau_of_other_weights_comes_after_one_of_these(tmp_path: Path) -> None:
     for name, tau in (("old", 3.0), ("new", 2.8)):
         register(head_folder(tmp_path / name), "someone/model", "trained", name, tau, 80)
-    assert [Path(one.head).name for one in find_heads("someone/model", "new")] == ["new", "old"]
-    assert [Path(one.head).name for one in find_heads("someone/model")] == ["old", "new"]
+    assert [Path(head.head).name for head in find_heads("someone/model", "new")] == ["new", "old"]
+    assert [Path(head.head).name for head in find_heads("someone/model")] == ["old", "new"]
 
 
 def test_a_matching_fingerprint_comes_before_a_matching_name(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_a_matching_fingerprint_comes_before_a_matching_name(tmp_path: Path) -> 
     same = fingerprint(em.load_target(folder))
     register(head_folder(tmp_path / "exact"), "elsewhere/model", "trained", same)
     register(head_folder(tmp_path / "named"), folder, "trained", "0" * 16)
-    assert [Path(one.head).name for one in find_heads(folder, same)] == ["exact", "named"]
-    assert [Path(one.head).name for one in find_heads(folder)] == ["named"]
+    assert [Path(head.head).name for head in find_heads(folder, same)] == ["exact", "named"]
+    assert [Path(head.head).name for head in find_heads(folder)] == ["named"]
 
 
 def test_a_deleted_head_is_skipped(tmp_path: Path, registry: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_deleted_head_is_skipped(tmp_path: Path, registry: Path) -> None:
     register(head, "Qwen/Qwen3-8B", "trained")
     (registry / "heads" / "broken.json").write_text('{"head": 3')
     (registry / "heads" / "other.json").write_text(json.dumps({"head": "x", "names": ["y"], "how": "z", "field": 1}))
-    assert [one.head for one in records()] == [str(head)]
+    assert [record.head for record in records()] == [str(head)]
     (head / "config.json").unlink()
     assert records() == []
 
@@ -181,7 +181,7 @@ def test_a_head_is_registered_once(tmp_path: Path) -> None:
     head = head_folder(tmp_path / "head")
     for tau in (1.5, 2.5):
         register(head, "Qwen/Qwen3-8B", "trained", acceptance_length=tau)
-    assert [one.acceptance_length for one in records()] == [2.5]
+    assert [record.acceptance_length for record in records()] == [2.5]
 
 
 def test_an_unwritable_cache_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,15 +207,15 @@ def test_a_user_without_a_home_registers_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_published_heads_that_were_fetched_come_first(online: hub_server.Hub) -> None:
-    one, other = (known.head for known in known_heads_for((QWEN,))[:2])
-    assert [heads.head for heads in find_heads(QWEN)][:2] == [one, other]
+    first, other = (published.head for published in known_heads_for((QWEN,))[:2])
+    assert [head.head for head in find_heads(QWEN)][:2] == [first, other]
     online.put(other, dict(HEAD))
     em.hub.resolve(other)
-    asked = len(online.requests)
+    requests = len(online.requests)
     heads = find_heads(QWEN)
-    assert [(each.head, each.here) for each in heads[:2]] == [(other, True), (one, False)]
+    assert [(match.head, match.here) for match in heads[:2]] == [(other, True), (first, False)]
     assert "license unknown" in heads[0].about
-    assert len(online.requests) == asked
+    assert len(online.requests) == requests
 
 
 def test_the_models_own_mtp_layers(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ ABOUT = f"{HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown, revision unkn
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide a separate registry, and one published head for the tiny target."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
-    known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
-    monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    published = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
+    monkeypatch.setattr(head_search, "known_heads", lambda: published)
     monkeypatch.setattr(hub, "recorded_heads", lambda: {HEAD: {"license": "mit"}})
 
 
@@ -60,19 +60,21 @@ def card(license: str) -> dict[str, bytes]:
     return {"README.md": f"---\nlicense: {license}\n---\n".encode()}
 
 
-def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation, em.HeadProposer | None, list[str]]:
-    said: list[str] = []
-    speculation = Speculation(**{"head": AUTO, **how})  # type: ignore[arg-type]
-    resolved, proposer = load_proposer(speculation, target, name, said.append)
-    return resolved, getattr(proposer, "model", proposer), said
+def chosen(
+    target: Target, name: Path | str, **settings: object
+) -> tuple[Speculation, em.HeadProposer | None, list[str]]:
+    lines: list[str] = []
+    speculation = Speculation(**{"head": AUTO, **settings})  # type: ignore[arg-type]
+    resolved, proposer = load_proposer(speculation, target, name, lines.append)
+    return resolved, getattr(proposer, "model", proposer), lines
 
 
 def test_a_head_trained_here_drafts(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained", acceptance_length=2.5)
-    speculation, proposer, said = chosen(target, models / "target")
+    speculation, proposer, lines = chosen(target, models / "target")
     assert isinstance(proposer, em.HeadProposer)
     assert speculation.head == str(models / "head")
-    assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
+    assert lines == [f"head: {models}/head, trained here for target (τ 2.50)"]
 
 
 def test_a_head_without_gain_is_used_only_by_name(
@@ -80,35 +82,35 @@ def test_a_head_without_gain_is_used_only_by_name(
 ) -> None:
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "test", target_name="tiny")
     register(tmp_path / "test", models / "target", "trained", acceptance_length=1.0, prompts=3)
-    _, proposer, said = chosen(target, models / "target")
+    _, proposer, lines = chosen(target, models / "target")
     assert isinstance(proposer, em.NgramProposer)
-    assert f"head: {tmp_path}/test, trained here for target (τ 1.00 on 3 prompts) is not offered" in said[0]
+    assert f"head: {tmp_path}/test, trained here for target (τ 1.00 on 3 prompts) is not offered" in lines[0]
     assert heads(["find", str(models / "target")]) == 1
     assert "is not offered" in capsys.readouterr().err
     _, proposer, _ = chosen(target, models / "target", head=str(tmp_path / "test"))
     assert isinstance(proposer, em.HeadProposer)
     register(models / "head", models / "target", "trained", acceptance_length=1.4, prompts=90)
-    speculation, _, said = chosen(target, models / "target")
+    speculation, _, lines = chosen(target, models / "target")
     assert speculation.head == str(models / "head")
-    assert said[1] == f"head: {models}/head, trained here for target (τ 1.40 on 90 prompts)"
+    assert lines[1] == f"head: {models}/head, trained here for target (τ 1.40 on 90 prompts)"
 
 
 def test_a_head_that_does_not_fit_is_skipped_with_the_reason(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
     register(models / "other", models / "target", "trained")
-    speculation, proposer, said = chosen(target, models / "target")
+    speculation, proposer, lines = chosen(target, models / "target")
     assert speculation.head == str(models / "head")
     assert isinstance(proposer, em.HeadProposer)
-    assert len(said) == 2
-    assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in said[0]
+    assert len(lines) == 2
+    assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in lines[0]
 
 
 def test_without_a_head_ngrams_draft(models: Path, target: Target) -> None:
-    speculation, proposer, said = chosen(target, models / "target")
+    speculation, proposer, lines = chosen(target, models / "target")
     assert isinstance(proposer, em.NgramProposer)
     assert (speculation.resolved_mode(), speculation.head) == ("ngram", None)
-    assert len(said) == 1
-    assert "none found for" in said[0]
+    assert len(lines) == 1
+    assert "none found for" in lines[0]
 
 
 @pytest.mark.parametrize("mode", ["eagle", "mtp"])
@@ -121,8 +123,8 @@ def test_a_requested_mode_without_a_head_is_an_error(models: Path, target: Targe
 
 def test_without_speculation_no_head_is_searched_for(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
-    for how in ({"mode": "none"}, {"num_tokens": 0}):
-        assert chosen(target, models / "target", **how)[1:] == (None, [])
+    for settings in ({"mode": "none"}, {"num_tokens": 0}):
+        assert chosen(target, models / "target", **settings)[1:] == (None, [])
 
 
 def test_for_a_folder_a_published_head_is_named_and_not_fetched(
@@ -130,16 +132,16 @@ def test_for_a_folder_a_published_head_is_named_and_not_fetched(
 ) -> None:
     online.put(HEAD, files_of(models / "head"))
     folder = tiny_target_folder(tmp_path / "tiny-4bit")
-    _, proposer, said = chosen(target, folder)
+    _, proposer, lines = chosen(target, folder)
     assert isinstance(proposer, em.NgramProposer)
-    assert f"to fetch it: eagle-heads pull {HEAD}" in said[0]
+    assert f"to fetch it: eagle-heads pull {HEAD}" in lines[0]
     assert online.requests == []
     assert heads(["pull", HEAD]) == 0
-    assert [(one.head, one.names, one.origin) for one in records()] == [(HEAD, (TARGET,), "fetched")]
-    speculation, proposer, said = chosen(target, folder)
+    assert [(record.head, record.names, record.origin) for record in records()] == [(HEAD, (TARGET,), "fetched")]
+    speculation, proposer, lines = chosen(target, folder)
     assert isinstance(proposer, em.HeadProposer)
     assert speculation.head == HEAD
-    assert said == [f"head: {HEAD}, fetched here for {TARGET}"]
+    assert lines == [f"head: {HEAD}, fetched here for {TARGET}"]
 
 
 def test_for_a_hub_id_a_published_head_is_fetched_with_it(
@@ -148,20 +150,20 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(
     online.put(HEAD, {**files_of(models / "head"), **card("mit")})
     online.put("mlx-community/tiny-4bit", files_of(models / "target"))
     hub.resolve("tiny-4bit")
-    speculation, proposer, said = chosen(target, "tiny-4bit")
+    speculation, proposer, lines = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
     assert (speculation.head, speculation.resolved_mode()) == (HEAD, "eagle")
     assert f"fetching {HEAD}: license mit, size 0.00 GB, revision {online.repos[HEAD].sha}" in capsys.readouterr().err
-    assert said == [f"head: {ABOUT}"]
+    assert lines == [f"head: {ABOUT}"]
 
 
 def test_a_head_whose_license_has_changed_on_the_hub_is_not_fetched_unasked(
     models: Path, target: Target, online: hub_server.Hub
 ) -> None:
     online.put(HEAD, {**files_of(models / "head"), **card("cc-by-nc-4.0")})
-    _, proposer, said = chosen(target, TARGET)
+    _, proposer, lines = chosen(target, TARGET)
     assert isinstance(proposer, em.NgramProposer)
-    assert "its license is cc-by-nc-4.0, so it is fetched only if you name it" in said[0]
+    assert "its license is cc-by-nc-4.0, so it is fetched only if you name it" in lines[0]
     assert not [request for request in online.requests if "/resolve/" in request]
     assert isinstance(chosen(target, TARGET, head=HEAD)[1], em.HeadProposer)
 
@@ -175,17 +177,17 @@ def test_a_head_without_a_known_license_is_used_only_by_name(
     capsys: pytest.CaptureFixture[str],
     place: str,
 ) -> None:
-    known = (KnownHead(TARGET, HEAD, "eagle3", "unknown", "https://example.org/table"),)
-    monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    published = (KnownHead(TARGET, HEAD, "eagle3", "unknown", "https://example.org/table"),)
+    monkeypatch.setattr(head_search, "known_heads", lambda: published)
     online.put(HEAD, files_of(models / "head"))
     if place == "in the cache":  # of another program
         hub.resolve(HEAD)
     requests = len(online.requests)
     name = tiny_target_folder(models / "tiny-4bit") if place == "folder" else TARGET
-    _, proposer, said = chosen(target, name)
+    _, proposer, lines = chosen(target, name)
     assert isinstance(proposer, em.NgramProposer)
     about = f"{HEAD}, EAGLE-3 for {TARGET}, license unknown, size unknown, revision unknown"
-    assert said[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
+    assert lines[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
     assert len(online.requests) == requests
     assert isinstance(chosen(target, name, head=HEAD)[1], em.HeadProposer)
     assert heads(["pull", TARGET]) == 2
@@ -198,13 +200,13 @@ def test_a_head_with_a_known_license_is_taken_before_one_without(
     models: Path, target: Target, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = [(f"someone/tiny-{license}", license) for license in ("nvidia-open-model-license", "unknown", "apache-2.0")]
-    known = tuple(KnownHead(TARGET, head, "eagle3", license, "https://example.org") for head, license in table)
-    monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    published = tuple(KnownHead(TARGET, head, "eagle3", license, "https://example.org") for head, license in table)
+    monkeypatch.setattr(head_search, "known_heads", lambda: published)
     for head, license in table:
         online.put(head, {**files_of(models / "head"), **card(license)})
-    speculation, _, said = chosen(target, TARGET)
+    speculation, _, lines = chosen(target, TARGET)
     assert speculation.head == "someone/tiny-apache-2.0"
-    assert [line.split(",")[0] for line in said] == [
+    assert [line.split(",")[0] for line in lines] == [
         "head: someone/tiny-nvidia-open-model-license",
         "head: someone/tiny-apache-2.0",
     ]
@@ -261,11 +263,11 @@ def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
     online.put("mlx-community/tiny-4bit", files_of(models / "target"))
     hub.resolve("tiny-4bit")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    _, proposer, said = chosen(target, "tiny-4bit")
+    _, proposer, lines = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.NgramProposer)
-    assert said[0].startswith(f"head: {ABOUT}, but it cannot be fetched now:")
-    assert "hub cannot be reached" in said[0]
-    assert len(said) == 2
+    assert lines[0].startswith(f"head: {ABOUT}, but it cannot be fetched now:")
+    assert "hub cannot be reached" in lines[0]
+    assert len(lines) == 2
 
 
 def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,10 +286,10 @@ def test_the_included_head_for_a_real_model_is_used(tmp_path: Path) -> None:
     """The model has SmolLM2's widths that the head depends on, with random weights."""
     shape = {**tiny_config(layers=30, hidden=576, vocab=49_152), "intermediate_size": 64}
     target = Target(described_target("smollm2-135m-instruct", shape).model, embedded_tokenizer())
-    speculation, proposer, said = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
+    speculation, proposer, lines = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
     assert speculation.head == str(embedded("smollm2-135m-instruct"))
     assert isinstance(proposer, em.HeadProposer)
-    assert said == ["head: the included head for HuggingFaceTB/SmolLM2-135M-Instruct (τ 2.08 on 48 prompts)"]
+    assert lines == ["head: the included head for HuggingFaceTB/SmolLM2-135M-Instruct (τ 2.08 on 48 prompts)"]
 
 
 # eagle-heads
@@ -318,13 +320,13 @@ def test_pull_accepts_the_target_name_too(
     out, err = capsys.readouterr()
     assert Path(out.strip()) == hub.cached(HEAD)
     assert "license mit, size unknown, revision unknown, by https://example.org/table" in err
-    assert [one.names for one in records()] == [(TARGET,)]
+    assert [record.names for record in records()] == [(TARGET,)]
 
 
 def test_pull_of_an_unknown_head(models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]) -> None:
     online.put("user/mine", files_of(models / "head"))
     assert heads(["pull", "user/mine", "--target", "makers/other"]) == 0
-    assert [(one.head, one.names[0]) for one in records()] == [("user/mine", "makers/other")]
+    assert [(record.head, record.names[0]) for record in records()] == [("user/mine", "makers/other")]
     online.put("user/model", {"config.json": b'{"num_hidden_layers": 36}', "model.safetensors": b"x"})
     assert heads(["pull", "user/model"]) == 2
     err = capsys.readouterr().err

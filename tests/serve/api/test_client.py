@@ -99,9 +99,9 @@ def test_chat_is_the_engines(server: Live, reference: em.Engine) -> None:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}])
 def test_streamed_pieces_make_up_the_answer(server: Live, sampling: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 30, "n": 2, **sampling}
-    whole = server.openai.chat.completions.create(**asked)
-    chunks = list(server.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 30, "n": 2, **sampling}
+    whole = server.openai.chat.completions.create(**fields)
+    chunks = list(server.openai.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     assert len({chunk.id for chunk in chunks}) == 1
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
     for choice in whole.choices:
@@ -148,10 +148,10 @@ def test_a_server_may_stream_an_event_for_each_token_in_all_apis() -> None:
 
     with live(settings=wide(stream_per_token=True)) as server:
         messages = events("messages", '"text_delta"', messages=MESSAGES, max_tokens=30)
-        asked = {"input": MESSAGES, "max_output_tokens": 30}
-        response = events("responses", "event: response.output_text.delta", **asked)
+        fields = {"input": MESSAGES, "max_output_tokens": 30}
+        response = events("responses", "event: response.output_text.delta", **fields)
         rounds = {"stream_options": {"per_token": False}}
-        fewer = events("responses", "event: response.output_text.delta", **asked, **rounds)
+        fewer = events("responses", "event: response.output_text.delta", **fields, **rounds)
         assert messages == response > fewer
         text = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}
         assert events("completions", '"text":', **text) == 31 > events("completions", '"text":', **text, **rounds)
@@ -234,13 +234,19 @@ def test_prompts_as_tokens(server: Live, reference: em.Engine) -> None:
 def test_stop_strings_end_the_text(server: Live, reference: em.Engine, stream: bool) -> None:
     whole = expected(reference, max_tokens=40, **ENDLESS).text
     stop = whole[len(whole) // 2 :][:5]
-    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": [stop, "nay"]}
-    asked["extra_body"] = ENDLESS
+    fields: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "temperature": 0,
+        "stop": [stop, "nay"],
+    }
+    fields["extra_body"] = ENDLESS
     if stream:
-        chunks = list(server.openai.completions.create(**asked, stream=True))
+        chunks = list(server.openai.completions.create(**fields, stream=True))
         text, reason = "".join(c.choices[0].text for c in chunks), chunks[-1].choices[0].finish_reason
     else:
-        choice = server.openai.completions.create(**asked).choices[0]
+        choice = server.openai.completions.create(**fields).choices[0]
         text, reason = choice.text, choice.finish_reason
     assert text == whole[: whole.find(stop)]
     assert reason == "stop"
@@ -248,7 +254,7 @@ def test_stop_strings_end_the_text(server: Live, reference: em.Engine, stream: b
 
 def test_chat_logprobs_are_the_targets(server: Live, reference: em.Engine) -> None:
     plain = expected(reference, MESSAGES, max_tokens=10, logprobs=True, top_logprobs=2, **ENDLESS)
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": NAME,
         "messages": MESSAGES,
         "max_tokens": 10,
@@ -257,29 +263,29 @@ def test_chat_logprobs_are_the_targets(server: Live, reference: em.Engine) -> No
         "top_logprobs": 2,
         "extra_body": ENDLESS,
     }
-    whole = server.openai.chat.completions.create(**asked).choices[0].logprobs
+    whole = server.openai.chat.completions.create(**fields).choices[0].logprobs
     assert whole is not None
     assert whole.content is not None
     assert plain.logprobs is not None
-    assert [each.logprob for each in whole.content] == pytest.approx([p.logprob for p in plain.logprobs], abs=1e-3)
-    for each in whole.content:
-        assert bytes(each.bytes or []).decode() == each.token
-        assert len(each.top_logprobs) == 2
-        assert each.top_logprobs[0].token == each.token  # greedy
-    assert "".join(each.token for each in whole.content) == plain.text
+    assert [token.logprob for token in whole.content] == pytest.approx([p.logprob for p in plain.logprobs], abs=1e-3)
+    for token in whole.content:
+        assert bytes(token.bytes or []).decode() == token.token
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].token == token.token  # greedy
+    assert "".join(token.token for token in whole.content) == plain.text
     pieces = [
         entry
-        for chunk in server.openai.chat.completions.create(**asked, stream=True)
+        for chunk in server.openai.chat.completions.create(**fields, stream=True)
         if chunk.choices[0].logprobs is not None
         for entry in chunk.choices[0].logprobs.content or []
     ]
-    assert [piece.token for piece in pieces] == [each.token for each in whole.content]
-    assert [piece.logprob for piece in pieces] == pytest.approx([each.logprob for each in whole.content], abs=1e-3)
+    assert [piece.token for piece in pieces] == [token.token for token in whole.content]
+    assert [piece.logprob for piece in pieces] == pytest.approx([token.logprob for token in whole.content], abs=1e-3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine, stream: bool) -> None:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": NAME,
         "prompt": PROMPT,
         "max_tokens": 6,
@@ -289,14 +295,14 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
         "extra_body": ENDLESS,
     }
     if stream:
-        choices = [c.choices[0] for c in server.openai.completions.create(**asked, stream=True)]
+        choices = [c.choices[0] for c in server.openai.completions.create(**fields, stream=True)]
         text = "".join(choice.text for choice in choices)
         listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
         tokens = [token for each in listed for token in each.tokens or []]
         logprobs = [value for each in listed for value in each.token_logprobs or []]
         offsets = [offset for each in listed for offset in each.text_offset or []]
     else:
-        choice = server.openai.completions.create(**asked).choices[0]
+        choice = server.openai.completions.create(**fields).choices[0]
         assert choice.logprobs is not None
         text, tokens = choice.text, choice.logprobs.tokens or []
         logprobs, offsets = choice.logprobs.token_logprobs or [], choice.logprobs.text_offset or []
@@ -310,10 +316,10 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
     assert reference.target.tokenizer is not None
     ids = reference.target.tokenizer.encode(PROMPT)
     for place in range(1, len(ids)):
-        said = expected(reference, ids[:place], max_tokens=1, logprobs=True, logit_bias={ids[place]: 1e4})
-        assert said.tokens == [ids[place]]
-        assert said.logprobs is not None
-        assert logprobs[place] == pytest.approx(said.logprobs[0].logprob, abs=1e-3)
+        output = expected(reference, ids[:place], max_tokens=1, logprobs=True, logit_bias={ids[place]: 1e4})
+        assert output.tokens == [ids[place]]
+        assert output.logprobs is not None
+        assert logprobs[place] == pytest.approx(output.logprobs[0].logprob, abs=1e-3)
 
 
 def test_an_echo_alone_decodes_nothing(server: Live) -> None:
@@ -334,13 +340,13 @@ def test_an_answer_that_must_be_json_is(server: Live) -> None:
         "additionalProperties": False,
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "response_format": form, "seed": 1}
-    answer = server.openai.chat.completions.create(**asked, temperature=1.0)
+    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "response_format": form, "seed": 1}
+    answer = server.openai.chat.completions.create(**fields, temperature=1.0)
     text = answer.choices[0].message.content or ""
     read = json.loads(text)
     assert set(read) == {"yes", "n"}
     assert answer.choices[0].finish_reason == "stop"
-    chunks = server.openai.chat.completions.create(**asked, temperature=1.0, stream=True)
+    chunks = server.openai.chat.completions.create(**fields, temperature=1.0, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
 
 
@@ -352,10 +358,10 @@ def test_many_at_once_by_the_async_client(server: Live, reference: em.Engine) ->
         async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none") as client:
 
             async def one(index: int, prompt: str) -> str:
-                asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+                fields: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
                 if index % 2:
-                    return (await client.completions.create(**asked)).choices[0].text
-                stream = await client.completions.create(**asked, stream=True)
+                    return (await client.completions.create(**fields)).choices[0].text
+                stream = await client.completions.create(**fields, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
             return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
@@ -369,9 +375,9 @@ def test_a_conversation_goes_on_from_the_prefix_cache() -> None:
 
     with live(load) as running:
         tokens = list(range(50, 90))
-        asked: dict[str, Any] = {"model": NAME, "prompt": tokens, "max_tokens": 8, "temperature": 0}
-        first = running.openai.completions.create(**asked)
-        second = running.openai.completions.create(**asked)
+        fields: dict[str, Any] = {"model": NAME, "prompt": tokens, "max_tokens": 8, "temperature": 0}
+        first = running.openai.completions.create(**fields)
+        second = running.openai.completions.create(**fields)
     assert first.choices[0].text == second.choices[0].text
     assert first.usage is not None
     assert second.usage is not None

@@ -54,8 +54,8 @@ def plain(value: Any) -> str:
 
 
 def json_tools(calls: Calls, prefix: str = "") -> str:
-    each = [dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<{prefix}tool_call>\n{call}\n</{prefix}tool_call>" for call in each)
+    written = [dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<{prefix}tool_call>\n{call}\n</{prefix}tool_call>" for call in written)
 
 
 def qwen3_coder(calls: Calls) -> str:
@@ -105,13 +105,13 @@ def gemma_value(value: Any, quote: str) -> str:
     if isinstance(value, str):
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma_value(each, quote)}" for key, each in value.items()) + "}"
-    return "[" + ",".join(gemma_value(each, quote) for each in value) + "]" if isinstance(value, list) else dumps(value)
+        return "{" + ",".join(f"{key}:{gemma_value(item, quote)}" for key, item in value.items()) + "}"
+    return "[" + ",".join(gemma_value(item, quote) for item in value) + "]" if isinstance(value, list) else dumps(value)
 
 
 def gemma4(calls: Calls) -> str:
-    each = (f"call:{name}{gemma_value(arguments, QUOTE)}" for name, arguments in calls)
-    return "".join(f"<|tool_call>{call}<tool_call|>" for call in each)
+    written = (f"call:{name}{gemma_value(arguments, QUOTE)}" for name, arguments in calls)
+    return "".join(f"<|tool_call>{call}<tool_call|>" for call in written)
 
 
 def function_gemma(calls: Calls) -> str:
@@ -123,11 +123,11 @@ def function_gemma(calls: Calls) -> str:
 
 
 def kimi_k2(calls: Calls) -> str:
-    each = (
+    written = (
         f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
         for index, (name, arguments) in enumerate(calls)
     )
-    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
 
 
 def kimi_k3(calls: Calls) -> str:
@@ -135,20 +135,20 @@ def kimi_k3(calls: Calls) -> str:
         kind = "string" if isinstance(value, str) else "json"
         return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{plain(value)}<|close|>argument<|sep|>'
 
-    each = (
+    written = (
         f'<|open|>call tool="{name}" index="{index}"<|sep|>'
         f"{''.join(itertools.starmap(argument, arguments.items()))}<|close|>call<|sep|>"
         for index, (name, arguments) in enumerate(calls, 1)
     )
-    return f"<|open|>tools<|sep|>{''.join(each)}<|close|>tools<|sep|>"
+    return f"<|open|>tools<|sep|>{''.join(written)}<|close|>tools<|sep|>"
 
 
 def pythonic(calls: Calls) -> str:
-    each = (
+    written = (
         f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
         for name, arguments in calls
     )
-    return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
 
 
 def _python(value: Any) -> str:
@@ -156,13 +156,13 @@ def _python(value: Any) -> str:
 
 
 def minimax_m2(calls: Calls) -> str:
-    each = (
+    written = (
         f'<invoke name="{name}">\n'
         + "".join(f'<parameter name="{key}">{plain(value)}</parameter>\n' for key, value in arguments.items())
         + "</invoke>\n"
         for name, arguments in calls
     )
-    return f"<minimax:tool_call>\n{''.join(each)}</minimax:tool_call>"
+    return f"<minimax:tool_call>\n{''.join(written)}</minimax:tool_call>"
 
 
 def minicpm5(calls: Calls) -> str:
@@ -179,13 +179,13 @@ def minicpm5(calls: Calls) -> str:
 
 
 def muse_spark(calls: Calls) -> str:
-    each = (
+    written = (
         f'<atem:invoke name="{name}">\n'
         + "".join(f'<atem:parameter name="{key}">{dumps(value)}</atem:parameter>\n' for key, value in arguments.items())
         + "</atem:invoke>\n"
         for name, arguments in calls
     )
-    return f"<atem:function_calls>\n{''.join(each)}</atem:function_calls>"
+    return f"<atem:function_calls>\n{''.join(written)}</atem:function_calls>"
 
 
 def harmony(calls: Calls) -> str:
@@ -208,8 +208,8 @@ def llama(calls: Calls) -> str:
 
 
 def fenced(calls: Calls) -> str:
-    each = (dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
-    return "```json\n" + "\n".join(each) + "\n```"
+    written = (dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+    return "```json\n" + "\n".join(written) + "\n```"
 
 
 def bare_pythonic(calls: Calls) -> str:
@@ -221,25 +221,25 @@ def tool_code(calls: Calls) -> str:
 
 
 def deepseek_v3(calls: Calls) -> str:
-    each = (
+    written = (
         f"<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{name}\n```json\n{dumps(arguments)}\n```"
         "<\uff5ctool▁call▁end\uff5c>"
         for name, arguments in calls
     )
-    return "<\uff5ctool▁calls▁begin\uff5c>" + "\n".join(each) + "<\uff5ctool▁calls▁end\uff5c>"
+    return "<\uff5ctool▁calls▁begin\uff5c>" + "\n".join(written) + "<\uff5ctool▁calls▁end\uff5c>"
 
 
 def deepseek_v31(calls: Calls) -> str:
-    each = (
+    written = (
         f"<\uff5ctool▁call▁begin\uff5c>{name}<\uff5ctool▁sep\uff5c>{dumps(arguments)}<\uff5ctool▁call▁end\uff5c>"
         for name, arguments in calls
     )
-    return "<\uff5ctool▁calls▁begin\uff5c>" + "".join(each) + "<\uff5ctool▁calls▁end\uff5c>"
+    return "<\uff5ctool▁calls▁begin\uff5c>" + "".join(written) + "<\uff5ctool▁calls▁end\uff5c>"
 
 
 def dsml(calls: Calls, name: str = "function_calls", space: str = "") -> str:
     bar = f"\uff5cDSML\uff5c{space}"
-    each = (
+    written = (
         f'<{bar}invoke name="{function}">\n'
         + "".join(
             f'<{bar}parameter name="{key}" string="{dumps(isinstance(value, str))}">{plain(value)}</{bar}parameter>\n'
@@ -248,7 +248,7 @@ def dsml(calls: Calls, name: str = "function_calls", space: str = "") -> str:
         + f"</{bar}invoke>\n"
         for function, arguments in calls
     )
-    return f"<{bar}{name}>\n{''.join(each)}</{bar}{name}>"
+    return f"<{bar}{name}>\n{''.join(written)}</{bar}{name}>"
 
 
 def dsml_v4(calls: Calls) -> str:
@@ -333,12 +333,12 @@ def texts(more: str) -> st.SearchStrategy[str]:
 
 
 def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
-    said = texts("{}")
-    weather = st.fixed_dictionaries({"city": said, "days": st.integers(-9, 99)}, optional={"metric": st.booleans()})
+    text = texts("{}")
+    weather = st.fixed_dictionaries({"city": text, "days": st.integers(-9, 99)}, optional={"metric": st.booleans()})
     kinds = [st.tuples(st.just("get_weather"), weather), st.just(("clock", Arguments()))]
     inner = texts("") | st.integers(0, 9) | st.booleans()
     edit = {
-        "path": said,
+        "path": text,
         "options": st.dictionaries(st.sampled_from(["a", "bc"]), inner | st.lists(inner, max_size=2), max_size=2),
         "lines": st.lists(inner, min_size=1, max_size=2),
     }
@@ -431,9 +431,9 @@ def test_the_guide_has_the_same_table() -> None:
     for name, (parser, marks, _) in told.items():
         family = FAMILIES[name]
         assert parser == f"`{family.parser}`"
-        known = (family.template + " ".join(family.vocabulary)).replace("|", "¦").replace("\n", "\\n")
+        vocabulary = (family.template + " ".join(family.vocabulary)).replace("|", "¦").replace("\n", "\\n")
         for mark in re.findall("`([^`]+)`", marks):
-            assert mark in known or mark == "tool_parser_type"
+            assert mark in vocabulary or mark == "tool_parser_type"
 
 
 def test_every_parser_of_mlx_lm_is_in_the_table() -> None:
