@@ -86,10 +86,10 @@ def run(program: Program, file: str, ask: Sequence[str], server: str) -> Run:
         path = os.pathsep.join([str(Path(shutil.which("node") or "/").parent), "/usr/bin", "/bin"])
         variables = {"PATH": path, "HOME": home, "TERM": "dumb", "LANG": "C.UTF-8"}
         variables |= {name: filled(text) for name, text in program.variables.items()}
-        code, said = 0, ""
+        code, output = 0, ""
         for arguments in filter(None, (program.first, ask)):
-            code, said = _end_of([file, *map(filled, arguments)], variables, home)
-        return Run(code, COLOURS.sub("", said), recorder.exchanges)
+            code, output = _end_of([file, *map(filled, arguments)], variables, home)
+        return Run(code, COLOURS.sub("", output), recorder.exchanges)
 
 
 def _end_of(command: Sequence[str], variables: dict[str, str], home: str) -> tuple[int, str]:
@@ -109,7 +109,7 @@ def file_of(program: Program, folder: Path) -> str | None:
 
 def why_wrong(program: Program, ran: Run, mode: str) -> str | None:
     """Return what went wrong, or None."""
-    answered = [each for each in ran.exchanges if each.method == "POST" and each.status == 200]
+    answered = [exchange for exchange in ran.exchanges if exchange.method == "POST" and exchange.status == 200]
     if mode == "too-long":
         return None if program.too_long in ran.said else "does not say that the prompt is too long"
     if ran.code:
@@ -139,10 +139,10 @@ def main() -> int:
         if args.mode != "plain":
             target = str(scripted_target_folder(Path(folder) / SCRIPTED, script()))
             context = SMALL if args.mode == "too-long" else None
-        chosen = [each for each in PROGRAMS if args.only is None or each.program in args.only]
-        for name in dict.fromkeys(each.model for each in chosen):
+        chosen = [program for program in PROGRAMS if args.only is None or program.program in args.only]
+        for name in dict.fromkeys(program.model for program in chosen):
             with serving(name, target, args.head, context, Path(folder) / "log") as server:
-                failed += sum(_try(each, args, server) for each in chosen if each.model == name)
+                failed += sum(_try(program, args, server) for program in chosen if program.model == name)
     return 1 if failed else 0
 
 
@@ -158,8 +158,8 @@ def _try(program: Program, args: argparse.Namespace, server: str) -> bool:
     ran = run(program, file, ask, server)
     wrong = why_wrong(program, ran, args.mode)
     print(f"{program.name}: {wrong or 'ok'}")
-    for each in ran.exchanges[-SHOWN:]:
-        print(f"    {each}")
+    for exchange in ran.exchanges[-SHOWN:]:
+        print(f"    {exchange}")
     print("".join(f"    | {line}\n" for line in ran.said.strip().splitlines()[-SHOWN:]), flush=True)
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)
@@ -169,8 +169,8 @@ def _try(program: Program, args: argparse.Namespace, server: str) -> bool:
 
 def _recorded(program: Program, ran: Run) -> Iterator[str]:
     """Yield a line per request."""
-    for each in trimmed(ran.exchanges, program.calls[0] if program.calls else None):
-        yield json.dumps(each, separators=(",", ":")) + "\n"
+    for exchange in trimmed(ran.exchanges, program.calls[0] if program.calls else None):
+        yield json.dumps(exchange, separators=(",", ":")) + "\n"
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ def led(
 
 
 def sampling(seeded: bool) -> list[em.SamplingParams]:
-    one = em.SamplingParams(max_tokens=LENGTH, temperature=1.0 if seeded else 0.0, seed=5 if seeded else None)
-    penalized = replace(one, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=True)
-    return [penalized if index == 2 else one for index in range(len(PROMPTS))]
+    plain = em.SamplingParams(max_tokens=LENGTH, temperature=1.0 if seeded else 0.0, seed=5 if seeded else None)
+    penalized = replace(plain, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=True)
+    return [penalized if index == 2 else plain for index in range(len(PROMPTS))]
 
 
 def differences(
@@ -136,11 +136,11 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Pla
             continue
         params = sampling(bool(seeded))
         texts = plain_texts(whole, params)
-        known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+        text_of = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         for plan in own:
             for rows in in_full((1, 4), (1,) if seeded else (4,)):
                 read = (0, 1) if target.has_all_layers else ()
-                proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
+                proposer: Any = Oracle(text_of, wrong=0.3, aux_layers=read) if plan.depth else None
                 if plan == BY_DRAFT_MODEL:
                     proposer = em.DraftModelProposer(whole)
                 if plan.stop_below is not None:
@@ -219,9 +219,9 @@ def given(world: ProcessGroup, folder: str, head: str) -> dict[str, Any]:
                 kv_bytes=1 << 28,
             )
             outputs = engine.generate(prompts, params)
-            same = differences(whole, params, texts[params is seeded], [each.tokens for each in outputs], prompts)
+            same = differences(whole, params, texts[params is seeded], [output.tokens for output in outputs], prompts)
             name = f"{'seeded' if params is seeded else 'greedy'} {plan} rows={rows}"
-            results[name] = [*same, sum(each.accepted for each in outputs)]
+            results[name] = [*same, sum(output.accepted for output in outputs)]
         return results
 
     return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work, tokenizer=whole.tokenizer))
@@ -236,12 +236,12 @@ def life(world: ProcessGroup, shard: str, name: str, kv_bits: str = "") -> dict[
     def work(target: LeadingTarget) -> dict[str, Any]:
         params = sampling(True)
         texts = plain_texts(whole, params, kv_bits=bits)
-        known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+        text_of = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
         longer = [*PROMPTS[3], *texts[3], 1]
-        known[tuple(longer)] = []
+        text_of[tuple(longer)] = []
         engine = Engine(
             target,
-            Oracle(known, 0.3),
+            Oracle(text_of, 0.3),
             policy=None,
             max_batch=3,
             prefill_chunk=8,
@@ -350,8 +350,8 @@ def faulty(world: ProcessGroup, seed: str, timeout: str, shard: str = "tensor") 
     def work(target: LeadingTarget) -> dict[str, Any]:
         requests: list[RequestState] = []
         engine = Engine(target, em.NgramProposer(), policy=Always(Plan(2)), max_batch=3, kv_bytes=1 << 28)
-        for prompt, each in zip(FEW, params, strict=True):
-            requests.append(engine.prepare(prompt, each))
+        for prompt, choice in zip(FEW, params, strict=True):
+            requests.append(engine.prepare(prompt, choice))
             engine.submit(requests[-1])
         while not engine.idle:
             for request in engine.step():
@@ -366,12 +366,12 @@ def faulty(world: ProcessGroup, seed: str, timeout: str, shard: str = "tensor") 
 
 def main() -> None:
     """Run cases in order. Each argument is a case's name and its own arguments, separated by spaces."""
-    world, known = ProcessGroup.init(), (architectures, every_way, given, life, idle, faulty)
-    cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
+    world, functions = ProcessGroup.init(), (architectures, every_way, given, life, idle, faulty)
+    cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in functions}
     results = {}
-    for each in sys.argv[1:]:
-        name, *arguments = each.split(" ")
-        results[each] = cases[name](world, *arguments)
+    for argument in sys.argv[1:]:
+        name, *arguments = argument.split(" ")
+        results[argument] = cases[name](world, *arguments)
     print(json.dumps(results if any(result is not None for result in results.values()) else None))
 
 

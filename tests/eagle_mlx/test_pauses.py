@@ -84,8 +84,8 @@ def test_pauses_at_any_round_do_not_change_answers(
     wanted, logprobs = ALONE[-1].logprobs, outputs[-1].logprobs
     assert wanted
     assert logprobs
-    assert [each.token for each in logprobs] == [each.token for each in wanted]
-    assert [each.logprob for each in logprobs] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
+    assert [token.token for token in logprobs] == [token.token for token in wanted]
+    assert [token.logprob for token in logprobs] == pytest.approx([token.logprob for token in wanted], abs=1e-3)
 
 
 def test_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:
@@ -194,7 +194,7 @@ def test_rows_are_shared_fairly() -> None:
     rows = {name: [submit(engine, name, PROMPTS[0]) for _ in range(6)] for name in ("a", "b", "c")}
 
     def holding(name: str) -> int:
-        return sum(bool(each.tokens) and not each.paused and each.finish_reason is None for each in rows[name])
+        return sum(bool(row.tokens) and not row.paused and row.finish_reason is None for row in rows[name])
 
     for _ in range(40):
         engine.step()
@@ -203,7 +203,7 @@ def test_rows_are_shared_fairly() -> None:
     for _ in range(40):
         engine.step()
     assert engine.pauses == before  # rows do not alternate
-    assert [each.counts.pauses for each in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
+    assert [row.counts.pauses for row in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
     for requests in rows.values():
         for request in requests:
             engine.cancel(request)
@@ -266,7 +266,7 @@ def test_a_paused_request_can_be_ended(end: str) -> None:
     other = submit(engine, "b", PROMPTS[4], em.SamplingParams(max_tokens=40, ignore_eos=True))
     steps_until(engine, other)
     assert [row.paused for row in rows] == [False, True]
-    said = list(rows[1].tokens)
+    tokens = list(rows[1].tokens)
     if end == "cancel":
         engine.cancel(rows[1])
     elif end == "cut off":
@@ -276,7 +276,7 @@ def test_a_paused_request_can_be_ended(end: str) -> None:
     assert rows[1].finish_reason == {"cancel": "cancelled", "cut off": "length", "abandon": "error"}[end]
     engine.cancel(rows[0])
     finish(engine)
-    assert rows[1].tokens == said
+    assert rows[1].tokens == tokens
     assert len(other.tokens) == 40 or end == "abandon"
 
 
@@ -306,8 +306,8 @@ def test_a_step_that_fails_leaves_paused_requests_alone() -> None:
 def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -> None:
     target = short()
     prompts = [prompt[:20] for prompt in PROMPTS]
-    each = [replace(OPEN, temperature=1.0, seed=seed) for seed in range(8)]
-    asked = [prompts[seed % len(prompts)] for seed in range(8)]
+    options = [replace(OPEN, temperature=1.0, seed=seed) for seed in range(8)]
+    texts = [prompts[seed % len(prompts)] for seed in range(8)]
     with steps_of(8):
         size = em.Engine(target, DRAFTS[drafts](target)).kv_budget.size
         allowed = size.nbytes(3, 100)
@@ -320,7 +320,7 @@ def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -
             kv_bytes=allowed,
         )
         engine.kv_budget.open_end = 12  # so that all eight begin, as if the context were much longer than the reserve
-        rows = [engine.prepare(p, o) for p, o in zip(asked, each, strict=True)]
+        rows = [engine.prepare(p, o) for p, o in zip(texts, options, strict=True)]
         for row in rows:
             engine.submit(row)
         most, together = 0, 0
@@ -330,4 +330,4 @@ def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -
     assert together == 8
     assert engine.pauses >= 5
     assert most <= allowed + size.nbytes(8, 3)
-    assert [row.tokens for row in rows] == [alone(p, o) for p, o in zip(asked, each, strict=True)]
+    assert [row.tokens for row in rows] == [alone(p, o) for p, o in zip(texts, options, strict=True)]

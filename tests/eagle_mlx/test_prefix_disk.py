@@ -69,11 +69,11 @@ def test_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
         return row.counts.cached_tokens
 
     first = engine(tmp_path, kind)
-    assert [cached(first, each) for each in ("a", "b", "")] == [0, 0, 0]
-    assert min(cached(first, each) for each in ("a", "b", "")) > 20
+    assert [cached(first, client) for client in ("a", "b", "")] == [0, 0, 0]
+    assert min(cached(first, client) for client in ("a", "b", "")) > 20
     written(first)
     again = engine(tmp_path, kind)
-    assert [cached(again, each) > 20 for each in ("c", "b", "a", "")] == [False, True, True, True]
+    assert [cached(again, client) > 20 for client in ("c", "b", "a", "")] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(("kind", "drafts", "params"), diagonal(KINDS, PROPOSERS, [GREEDY, SEEDED, THRESHOLD]))
@@ -82,9 +82,9 @@ def test_a_new_engine_continues_from_the_files_of_the_old_one(
 ) -> None:
     drafts = "none" if kind != "full" and drafts == "draft model" else drafts
     first = engine(tmp_path, kind, drafts)
-    said = answered(first, TEXT, params, (SYSTEM,)).tokens
+    tokens = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)
-    prompts = [[*TEXT, *said, 1, 2, 3], [*TEXT[:SYSTEM], 5, 6, 7, 8]]
+    prompts = [[*TEXT, *tokens, 1, 2, 3], [*TEXT[:SYSTEM], 5, 6, 7, 8]]
     for prompt in in_turn(prompts, len(drafts) % 2):
         again, without = engine(tmp_path, kind, drafts), engine(None, kind, drafts)
         got, wanted = answered(again, prompt, params), answered(without, prompt, params)
@@ -107,11 +107,11 @@ def test_others_decode_while_a_text_is_read_from_files(
     while not other.tokens:
         again.step()
     again.submit(row)
-    said = list[int]()
+    lengths = list[int]()
     while not row.tokens:
         again.step()
-        said.append(len(other.tokens))
-    assert len(set(said)) >= 4
+        lengths.append(len(other.tokens))
+    assert len(set(lengths)) >= 4
     while not again.idle:
         again.step()
     assert row.counts.cached_tokens == (WHOLE if kind == "full" else len(TEXT) - 2)
@@ -133,16 +133,16 @@ def test_blocks_read_for_a_cancelled_request_are_dropped(tmp_path: Path, monkeyp
 
 
 def test_only_blocks_that_memory_lacks_are_read(tmp_path: Path) -> None:
-    said = with_text(tmp_path)
+    tokens = with_text(tmp_path)
     again = engine(tmp_path)
     answered(again, TEXT[:100])
     begun = disk(again).bytes_read
     got = answered(again, TEXT)
     assert got.counts.cached_tokens == WHOLE
     assert 0 < disk(again).bytes_read - begun < begun
-    assert got.tokens == cold(tuple(TEXT)) == said
+    assert got.tokens == cold(tuple(TEXT)) == tokens
     read = (disk(again).hits, disk(again).bytes_read)
-    assert answered(again, [*TEXT, *said, 1, 2, 3]).counts.cached_tokens > len(TEXT)
+    assert answered(again, [*TEXT, *tokens, 1, 2, 3]).counts.cached_tokens > len(TEXT)
     assert read == (disk(again).hits, disk(again).bytes_read), "memory has all of it"
 
 
@@ -190,7 +190,7 @@ def test_damaged_files_are_reported_and_do_no_harm(data: st.DataObject) -> None:
     kind, drafts = "gemma3_text", "head"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        said = with_text(folder, kind, drafts)
+        tokens = with_text(folder, kind, drafts)
         path = data.draw(st.sampled_from(blocks(folder) + sorted(folder.glob("*/state-*"))))
         content = bytearray(path.read_bytes())
         if data.draw(st.booleans()):
@@ -201,7 +201,7 @@ def test_damaged_files_are_reported_and_do_no_harm(data: st.DataObject) -> None:
         path.write_bytes(content)
         heard = list[str]()
         again = engine(folder, kind, drafts, say=said_of(["skipped and deleted"], heard))
-        prompt = [*TEXT, *said, 1, 2]
+        prompt = [*TEXT, *tokens, 1, 2]
         assert answered(again, prompt).tokens == cold(tuple(prompt), kind, drafts)
         if path.name.startswith("block") or disk(again).passed_over:
             assert disk(again).passed_over == len(heard) == 1
@@ -240,13 +240,13 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
     other = engine(tmp_path, seed=1)
     answered(other, TEXT)
     written(other)
-    foreign, one = disk(other).folder, nbytes(tmp_path)
+    foreign, text_bytes = disk(other).folder, nbytes(tmp_path)
     prompts = [[last, *TEXT[1:]] for last in range(4)]
-    busy = engine(tmp_path, limit=int(2.5 * one))
+    busy = engine(tmp_path, limit=int(2.5 * text_bytes))
     for prompt in prompts:
         answered(busy, prompt)
     written(busy)
-    assert nbytes(tmp_path) <= 2.5 * one
+    assert nbytes(tmp_path) <= 2.5 * text_bytes
     assert not list(foreign.glob("*.prefix"))
     assert (tmp_path / "mine.prefix").exists()
     again = engine(tmp_path)
@@ -254,8 +254,8 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
     assert cached[3] == cached[2] == WHOLE
     written(again)
     assert cached[0] < len(TEXT) // 2 + 32
-    smaller = disk(engine(tmp_path, limit=int(1.2 * one)))  # a smaller limit applies from the next start
-    assert 0 < smaller.nbytes == nbytes(tmp_path) <= 1.2 * one
+    smaller = disk(engine(tmp_path, limit=int(1.2 * text_bytes)))  # a smaller limit applies from the next start
+    assert 0 < smaller.nbytes == nbytes(tmp_path) <= 1.2 * text_bytes
 
 
 def test_the_end_of_a_text_is_removed_first(tmp_path: Path) -> None:
@@ -307,13 +307,13 @@ def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> Non
 
 
 def test_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> None:
-    one, two = engine(tmp_path), engine(tmp_path)
-    answered(one, TEXT)
-    written(one)
-    assert answered(two, [*TEXT, 1, 2, 3]).counts.cached_tokens == WHOLE
-    written(two)
+    first, second = engine(tmp_path), engine(tmp_path)
+    answered(first, TEXT)
+    written(first)
+    assert answered(second, [*TEXT, 1, 2, 3]).counts.cached_tokens == WHOLE
+    written(second)
     assert answered(engine(tmp_path), [*TEXT, 1, 2, 3, 4]).counts.cached_tokens == WHOLE
-    assert disk(one).passed_over == disk(two).passed_over == 0
+    assert disk(first).passed_over == disk(second).passed_over == 0
 
 
 def test_deleted_files_are_written_again(tmp_path: Path) -> None:
@@ -342,13 +342,13 @@ def test_the_folder_can_be_deleted_at_any_time(tmp_path: Path) -> None:
 
 def test_two_engines_keep_one_limit(tmp_path: Path) -> None:
     with_text(tmp_path)
-    one = nbytes(tmp_path)
-    engines = [engine(tmp_path, limit=int(2.5 * one)) for _ in range(2)]
+    text_bytes = nbytes(tmp_path)
+    engines = [engine(tmp_path, limit=int(2.5 * text_bytes)) for _ in range(2)]
     for number, by in enumerate(engines * 2):
         answered(by, [number + 1, *TEXT[1:]])
     for by in engines:
         written(by)
-        assert one < nbytes(tmp_path) <= 2.5 * one
+        assert text_bytes < nbytes(tmp_path) <= 2.5 * text_bytes
 
 
 def test_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Path) -> None:
@@ -398,8 +398,8 @@ def test_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[], Pa
     again = engine(folder, limit=int(share * before), say=said_of(["the prefix cache"], heard))
     assert answered(again, [*TEXT, 5, 6, 7]).counts.cached_tokens == WHOLE
     written(again)
-    [said] = heard
-    assert f"cannot write to or delete files in {folder}" in said
+    [message] = heard
+    assert f"cannot write to or delete files in {folder}" in message
     assert nbytes(folder) == before
 
 

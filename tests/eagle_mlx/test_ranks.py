@@ -84,8 +84,8 @@ def ranks(count: int) -> list[dict[str, Any]]:
     """Return the results of each rank for all of the cases above. The ranks are started once."""
     cases = [case for number, case in [*EVERY_WAY, *ARCHITECTURES, *LIVES, IDLE] if number == count]
     with TemporaryDirectory() as folder:
-        said = printed(count, Path(folder), WORKER, *cases, seconds=in_full(3600, 600))
-    return [json.loads(out.splitlines()[-1]) for out in said]
+        outputs = printed(count, Path(folder), WORKER, *cases, seconds=in_full(3600, 600))
+    return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
 def check(compared: list[int], drafted: bool = True) -> None:
@@ -137,10 +137,10 @@ def test_a_target_that_is_named_gives_the_text_of_one_process(tmp_path: Path) ->
     """EAGLE_TEST_TARGET and EAGLE_TEST_HEAD over EAGLE_TEST_RANKS processes."""
     case = f"given {TARGET} {HEAD}"
     if MPI:
-        said = printed_over_mpi(RANKS, WORKER, case, seconds=3600)
+        line = printed_over_mpi(RANKS, WORKER, case, seconds=3600)
     else:
-        said = printed(RANKS, tmp_path, WORKER, case, seconds=3600)[0].splitlines()[-1]
-    results = json.loads(said)[case]
+        line = printed(RANKS, tmp_path, WORKER, case, seconds=3600)[0].splitlines()[-1]
+    results = json.loads(line)[case]
     print(json.dumps(results, indent=1))
     assert all(different == 0 for _, _, different, _ in results.values())
     assert all(identical >= 36 for identical, *_ in results.values())
@@ -184,10 +184,14 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     finally:
         for process in processes:
             process.kill()
-    said = [out for out, _ in outputs] + [processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")]
-    [began] = [json.loads(line)["fault"] for out in said for line in out.splitlines() if line.startswith('{"fault"')]
+    printed_texts = [out for out, _ in outputs] + [
+        processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")
+    ]
+    [began] = [
+        json.loads(line)["fault"] for out in printed_texts for line in out.splitlines() if line.startswith('{"fault"')
+    ]
     texts = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith('{"request"')]
-    assert all(each["right"] for each in texts)
+    assert all(answer["right"] for answer in texts)
     survived = [process.returncode for rank, process in enumerate(processes) if rank != fault.rank]
     if fault.how == "delay":
         assert len(texts) == 5
@@ -272,9 +276,9 @@ def test_each_forward_sends_one_message() -> None:
     cache.remove(0)
     assert len(channel.said) == 1
     target.forward(mx.array([[5]]), cache)
-    names = [[call[1] for call in said["calls"]] for said in channel.said]
+    names = [[call[1] for call in message["calls"]] for message in channel.said]
     assert names == [["new"], ["advance", "fork", "remove"]]
-    assert [said["then"] for said in channel.said] == [["forward", 0, [[1, 2], [3, 4]]], ["forward", 0, [[5]]]]
+    assert [message["then"] for message in channel.said] == [["forward", 0, [[1, 2], [3, 4]]], ["forward", 0, [[5]]]]
     assert channel.said[1]["gone"] == []
     number = fork.number  # type: ignore[attr-defined]
     del fork
@@ -287,7 +291,7 @@ def test_ranks_are_ended_once_unless_they_are_lost() -> None:
     target = LeadingTarget.of(tiny_target(), channel)
     target.close()
     target.close()
-    assert [said["then"] for said in channel.said] == [["end"]]
+    assert [message["then"] for message in channel.said] == [["end"]]
     assert channel.closed
     gone: Any = Silent()
     gone.lost = "rank 1 is gone"
@@ -340,7 +344,7 @@ class Group:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "ranks", "said"),
+    ("name", "changes", "ranks", "reason"),
     [
         ("gemma2", {}, 2, "models of type gemma2 cannot be sharded: mlx-lm has no tensor parallelism for them"),
         ("llama", {}, 3, "3 ranks cannot share this target: its num_attention_heads is 4"),
@@ -354,20 +358,20 @@ class Group:
         ("qwen3_5", {"linear_num_key_heads": 1}, 2, "its linear_num_key_heads is 1"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(name: str, changes: dict[str, int], ranks: int, said: str) -> None:
-    with pytest.raises(TargetError, match=said):
+def test_what_cannot_be_divided_is_refused(name: str, changes: dict[str, int], ranks: int, reason: str) -> None:
+    with pytest.raises(TargetError, match=reason):
         shard_tensors(tiny_model(name, **changes), Group(ranks))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "said"),
+    ("name", "ranks", "reason"),
     [
         ("llama", 2, "models of type llama cannot be sharded: mlx-lm has no pipeline for them"),
         ("qwen2", 5, "5 ranks cannot share the 4 layers of this target"),
     ],
 )
-def test_layers_that_cannot_be_divided_are_refused(name: str, ranks: int, said: str) -> None:
-    with pytest.raises(TargetError, match=said):
+def test_layers_that_cannot_be_divided_are_refused(name: str, ranks: int, reason: str) -> None:
+    with pytest.raises(TargetError, match=reason):
         shard_layers(tiny_model(name), Group(ranks))  # type: ignore[arg-type]
 
 

@@ -137,7 +137,7 @@ def test_block_heads_to_another_layout_and_back_every_bit_is_the_same(
     make: Any, layout: str, other: str, tmp_path: Path
 ) -> None:
     head = make(TARGET, own_embedding=True) if make is peagle else make(TARGET)
-    (first,) = (each for each in kind_of(head).formats if each.name == layout)
+    (first,) = (form for form in kind_of(head).formats if form.name == layout)
     first.save(head, tmp_path / "a", target_name="org/model", extra={"step": 3}, dtype=mx.bfloat16)
     convert(tmp_path / "a", other, tmp_path / "b")
     convert(tmp_path / "b", layout, tmp_path / "c")
@@ -149,9 +149,9 @@ def test_zero_centered_norms_in_float32_lose_at_most_the_last_digit(tmp_path: Pa
     save_mtp(head, tmp_path / "a", dtype=mx.float32)
     convert(tmp_path / "a", "speculators", tmp_path / "b")
     convert(tmp_path / "b", "mtp", tmp_path / "c")
-    one, other = read_tensors(tmp_path / "a"), read_tensors(tmp_path / "c")
-    assert one.keys() == other.keys()
-    for name, value in one.items():
+    tensors, other = read_tensors(tmp_path / "a"), read_tensors(tmp_path / "c")
+    assert tensors.keys() == other.keys()
+    for name, value in tensors.items():
         error = float(mx.abs(value - other[name]).max().item())
         assert error <= (1.2e-7 if "norm" in name else 0), name
 
@@ -161,11 +161,11 @@ def test_a_head_without_an_embedding_gets_its_targets(tmp_path: Path, capsys: py
     target = load_target(folder)
     save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a")
     convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder), "--depth", "5")
-    said = capsys.readouterr()
-    assert "with a copy of the target's embedding" in said.out
-    assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in said.out
-    assert "warning: in " in said.err, "its weights are random, and the target is at hand to see it"
-    assert f"verifier: {folder}, which only this machine has; to share the head give --base-model" in said.err
+    printed = capsys.readouterr()
+    assert "with a copy of the target's embedding" in printed.out
+    assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in printed.out
+    assert "warning: in " in printed.err, "its weights are random, and the target is at hand to see it"
+    assert f"verifier: {folder}, which only this machine has; to share the head give --base-model" in printed.err
     held = read_tensors(tmp_path / "b")
     assert mx.allclose(held["embed_tokens.weight"], target.embed(mx.arange(4096)), atol=1e-2)
     proposal = json.loads((tmp_path / "b" / "config.json").read_text())["speculators_config"]
@@ -253,11 +253,11 @@ def test_the_verifier_is_a_model_that_speculators_can_load(
         out = tmp_path / name
         convert(tmp_path / "a", "speculators", out, "--target", target, *more)
         assert verifier(out) == base, name
-        said = capsys.readouterr()
-        assert "warning: the target's base model" not in said.err
-        assert f"verifier: {base}" in said.err
-        assert ("which only this machine has" in said.err) == (name == "a plain folder")
-        assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in said.out
+        printed = capsys.readouterr()
+        assert "warning: the target's base model" not in printed.err
+        assert f"verifier: {base}" in printed.err
+        assert ("which only this machine has" in printed.err) == (name == "a plain folder")
+        assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in printed.out
         assert json.loads((out / "config.json").read_text())["eagle_mlx"]["target"] == target.split(f"{tmp_path}/")[-1]
     convert(tmp_path / "a card here", "eagle3", tmp_path / "b")
     convert(tmp_path / "b", "speculators", tmp_path / "c", "--target", str(original))
@@ -277,10 +277,10 @@ def test_an_export_without_a_verifier_is_reported_as_not_loadable(
         save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a")
     convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder), "--no-check")
     assert verifier(tmp_path / "b") is None
-    said = capsys.readouterr()
-    assert "speculators and vLLM cannot load the head; convert again with --base-model" in said.err
-    assert "has read it back; speculators and vLLM cannot load it without a verifier: convert again" in said.out
-    assert "trying the head" not in said.err
+    printed = capsys.readouterr()
+    assert "speculators and vLLM cannot load the head; convert again with --base-model" in printed.err
+    assert "has read it back; speculators and vLLM cannot load it without a verifier: convert again" in printed.out
+    assert "trying the head" not in printed.err
 
 
 @pytest.mark.parametrize("card", [True, False])
@@ -318,9 +318,9 @@ def test_the_trial_of_a_head_is_announced_and_shows_progress(
     folder = tiny_target_folder(tmp_path / "target")
     save_eagle3(eagle3(load_target(folder), draft_vocab=40), tmp_path / "a")
     convert(tmp_path / "a", "eagle3", tmp_path / "b", "--target", str(folder))
-    said = capsys.readouterr().err
-    assert f"trying the head on {folder}: 4 answers of 64 tokens, which takes minutes with a large target" in said
-    assert re.search(r"trying the head: 100%.* (\d+)/\1 ", said)
+    printed = capsys.readouterr().err
+    assert f"trying the head on {folder}: 4 answers of 64 tokens, which takes minutes with a large target" in printed
+    assert re.search(r"trying the head: 100%.* (\d+)/\1 ", printed)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle"])
@@ -364,51 +364,51 @@ def test_a_pytorch_eagle_1_head_becomes_safetensors(tmp_path: Path, monkeypatch:
     assert all(mx.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
 
 
-def damaged(folder: Path, how: str) -> Path:
+def damaged(folder: Path, damage: str) -> Path:
     """Write a portable EAGLE-3 head with an error."""
     save_eagle3(eagle3(TARGET, draft_vocab=40), folder)
     weights = folder / "model.safetensors"
-    if how == "cut":
+    if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-9])
         return folder
-    if how == "code":
+    if damage == "code":
         weights.unlink()
         with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
             archive.writestr("x/data.pkl", pickle.dumps(os.getcwd))
         return folder
     tensors = read_tensors(folder)
-    if how == "missing":
+    if damage == "missing":
         del tensors["fc.weight"]
-    elif how == "extra":
+    elif damage == "extra":
         tensors["colour"] = mx.zeros(3)
-    elif how == "shape":
+    elif damage == "shape":
         tensors["norm.weight"] = mx.ones(7)
-    elif how == "nan":
+    elif damage == "nan":
         tensors["norm.weight"] = mx.full(32, float("nan"))
-    elif how == "d2t":
+    elif damage == "d2t":
         tensors["d2t"] = tensors["d2t"] + 99
     mx.eval(tensors)
     mx.save_safetensors(str(weights), tensors)
     return folder
 
 
-@pytest.mark.parametrize(("make", "layout", "how"), [(eagle, "eagle", save_eagle), (eagle3, "eagle3", save_eagle3)])
+@pytest.mark.parametrize(("make", "layout", "save"), [(eagle, "eagle", save_eagle), (eagle3, "eagle3", save_eagle3)])
 def test_a_quantized_head_stays_quantized_and_is_for_mlx_only(
-    make: Any, layout: str, how: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Any, layout: str, save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = make(TARGET)
     quantize(head, 4, 32)
-    how(head, tmp_path / "a", dtype=mx.float16)
+    save(head, tmp_path / "a", dtype=mx.float16)
     convert(tmp_path / "a", layout, tmp_path / "b")
     assert same_files(tmp_path / "a", tmp_path / "b")
-    said = capsys.readouterr().out
-    assert "EAGLE-MLX has read it back; other servers cannot read it, because MLX quantized it" in said
-    assert "SGLang" not in said
+    printed = capsys.readouterr().out
+    assert "EAGLE-MLX has read it back; other servers cannot read it, because MLX quantized it" in printed
+    assert "SGLang" not in printed
     assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "c")]) == 2
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("damage", "message"),
     [
         ("cut", "model.safetensors is damaged or cut short"),
         ("code", "asks to run"),
@@ -420,20 +420,20 @@ def test_a_quantized_head_stays_quantized_and_is_for_mlx_only(
     ],
 )
 def test_a_damaged_head_is_refused_and_nothing_written(
-    how: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = damaged(tmp_path / "h", how)
+    source = damaged(tmp_path / "h", damage)
     assert main(["--source", str(source), "--to", "eagle3", "--output", str(tmp_path / "out")]) == 2
     refused(message, tmp_path, capsys)
 
 
 def refused(message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Check for one line that names the error, and no new files."""
-    said = capsys.readouterr()
-    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert message in errors[0]
-    assert said.out == ""
+    assert printed.out == ""
     assert [path.name for path in folder.iterdir() if "out" in path.name] == []
 
 

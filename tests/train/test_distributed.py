@@ -37,21 +37,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 def test_processes_learn_like_one_process_with_all_their_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     count = in_full(3, 2)
     reports = together(count, tmp_path) if count > 2 else pair[1]
-    assert [(one["rank"], one["size"]) for one in reports] == [(rank, count) for rank in range(count)]
+    assert [(report["rank"], report["size"]) for report in reports] == [(rank, count) for rank in range(count)]
     alone = learnt(CONFIG.changed(rows=count * CONFIG.optimization.rows), World.single())
-    for one in reports:
-        assert one["received"] == {"place": [1, 2.5], "who": 0}
-        assert one["stop"] == [False, True]
-        assert one["weights"] == reports[0]["weights"], "heads that began differently are alike, bit by bit"
-        assert len(one["results"]) == len(alone["results"])
-        for ours, theirs in zip(one["results"], alone["results"], strict=True):
+    for report in reports:
+        assert report["received"] == {"place": [1, 2.5], "who": 0}
+        assert report["stop"] == [False, True]
+        assert report["weights"] == reports[0]["weights"], "heads that began differently are alike, bit by bit"
+        assert len(report["results"]) == len(alone["results"])
+        for ours, theirs in zip(report["results"], alone["results"], strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 assert (ours["tokens"], ours["loss_tokens"]) == (theirs["tokens"], theirs["loss_tokens"])
                 for name in ("loss", "loss_by_step", "feature_loss_by_step", "accuracy_by_step"):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    rows = np.array([one["rows"] for one in reports])
+    rows = np.array([report["rows"] for report in reports])
     assert rows.sum(axis=0).tolist() == alone["rows"]
     assert rows.min() == 0, "a process without rows takes the step all the same"
     assert [result is None for result in alone["results"]].count(True) == 1, "and so it is with a batch without loss"
@@ -94,8 +94,8 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
 @needs_ring
 def test_training_with_a_target_split_over_two_processes(tmp_path: Path) -> None:
     target, data = tiny_target_folder(tmp_path / "target"), tmp_path / "data.jsonl"
-    said = [f"number {index} and what comes behind it" for index in range(50)]
-    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in said]
+    texts = [f"number {index} and what comes behind it" for index in range(50)]
+    rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in texts]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     settings = "--shard tensor --length 64 --rows 2 --max-steps 1 --eval-prompts 1 --eval-tokens 2 --unroll 2"
@@ -119,9 +119,9 @@ def test_every_row_is_read_by_one_process(size: int, skip: int) -> None:
             parts.append(list(stream))
     for number, rows in enumerate(whole):
         mine = [part[number] for part in parts]
-        assert np.array_equal(np.concatenate([one.tokens for one in mine if len(one.tokens)]), rows.tokens)
-        assert [one.first for one in mine] == np.cumsum([0, *(len(one.tokens) for one in mine)])[:-1].tolist()
-        assert max(len(one.tokens) for one in mine) - min(len(one.tokens) for one in mine) <= 1
+        assert np.array_equal(np.concatenate([share.tokens for share in mine if len(share.tokens)]), rows.tokens)
+        assert [share.first for share in mine] == np.cumsum([0, *(len(share.tokens) for share in mine)])[:-1].tolist()
+        assert max(len(share.tokens) for share in mine) - min(len(share.tokens) for share in mine) <= 1
     assert all(len(part) == len(whole) for part in parts)
 
 

@@ -74,8 +74,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("private"))
 
 
-def head_folder(folder: Path, **how: Any) -> Path:
-    save_eagle3(tiny_head(tiny_target(), draft_vocab=48), folder, target_name="owner/tiny", **how)
+def head_folder(folder: Path, **settings: Any) -> Path:
+    save_eagle3(tiny_head(tiny_target(), draft_vocab=48), folder, target_name="owner/tiny", **settings)
     return folder
 
 
@@ -169,7 +169,7 @@ def test_an_existing_head_is_replaced_only_with_overwrite(
 
 
 @pytest.mark.parametrize(
-    ("token", "repo", "said"),
+    ("token", "repo", "reason"),
     [
         (None, REPO, "no token with write access"),
         ("hf_wrong", REPO, "does not know the token"),
@@ -186,11 +186,11 @@ def test_missing_tokens_and_rights_are_errors(
     capsys: pytest.CaptureFixture[str],
     token: str | None,
     repo: str,
-    said: str,
+    reason: str,
 ) -> None:
     hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
     folder = str(head_folder(tmp_path / "head"))
-    assert said in refused(capsys, folder, "--repo", repo, "--license", "mit")
+    assert reason in refused(capsys, folder, "--repo", repo, "--license", "mit")
     assert online.repos == {}
 
 
@@ -240,7 +240,7 @@ def strip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "reason"),
     [
         (lambda folder: without("midlayer.hidden_norm.weight", folder), "missing: midlayer.hidden_norm.weight"),
         (spoil, "have NaN or infinity: fc.weight"),
@@ -251,15 +251,15 @@ def strip(folder: Path) -> None:
     ],
 )
 def test_a_damaged_head_is_refused_before_any_request(
-    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, said: str
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, reason: str
 ) -> None:
     damage(head_folder(tmp_path / "head"))
-    assert said in refused(capsys, str(tmp_path / "head"), "--repo", REPO, "--license", "mit")
+    assert reason in refused(capsys, str(tmp_path / "head"), "--repo", REPO, "--license", "mit")
     assert online.requests == []
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "reason"),
     [
         (["--license", "mit", "--base-model", "tiny"], "--base-model: 'tiny' is not a repository name"),
         ([], "no license: give one with --license"),
@@ -269,19 +269,19 @@ def test_a_damaged_head_is_refused_before_any_request(
     ],
 )
 def test_missing_or_wrong_flags_are_errors(
-    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+    online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], reason: str
 ) -> None:
-    assert said in refused(capsys, str(head_folder(tmp_path / "head")), "--repo", REPO, *argv)
-    assert said not in refused(capsys, str(tmp_path / "nowhere"), "--repo", REPO, "--license", "mit")
+    assert reason in refused(capsys, str(head_folder(tmp_path / "head")), "--repo", REPO, *argv)
+    assert reason not in refused(capsys, str(tmp_path / "nowhere"), "--repo", REPO, "--license", "mit")
     assert online.requests == []
 
 
 def test_a_local_target_needs_a_base_model(
     made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit")
-    assert "names its target 'tiny', which is not a hub id" in said
-    assert "--base-model" in said
+    message = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit")
+    assert "names its target 'tiny', which is not a hub id" in message
+    assert "--base-model" in message
     assert online.requests == []
 
 
@@ -289,8 +289,8 @@ def test_a_base_model_of_another_width_is_refused(
     made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     online.put("owner/wide", {"config.json": json.dumps({"hidden_size": 4096}).encode()})
-    said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit", "--base-model", "owner/wide")
-    assert "--base-model owner/wide has hidden states of 4096 numbers" in said
+    message = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit", "--base-model", "owner/wide")
+    assert "--base-model owner/wide has hidden states of 4096 numbers" in message
     assert REPO not in online.repos
 
 
@@ -390,14 +390,15 @@ def test_the_card_shows_acceptance_by_length_of_context(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("step", "said"), [(0, ", but no later head was better than this one, the start"), (8, ", this checkpoint after 8")]
+    ("step", "remark"),
+    [(0, ", but no later head was better than this one, the start"), (8, ", this checkpoint after 8")],
 )
 def test_the_card_says_which_head_of_a_run_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, remark: str
 ) -> None:
     folder = head_folder(tmp_path / "run" / "best")
     (folder.parent / "report.json").write_text(json.dumps({"steps": 12, "best_step": step}))
-    assert f"| steps | 12{said} |" in dry(folder, capsys)
+    assert f"| steps | 12{remark} |" in dry(folder, capsys)
 
 
 def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
@@ -421,10 +422,10 @@ FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth"
 def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_target()
     heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "peagle", "speculators", "speculators-mtp", "layers")}
-    one, other = eagle(target), tiny_head(target, draft_vocab=48)
-    one.attach(target)
+    eagle_head, other = eagle(target), tiny_head(target, draft_vocab=48)
+    eagle_head.attach(target)
     other.attach(target)
-    save_eagle(one, heads["eagle"], target_name="owner/tiny")
+    save_eagle(eagle_head, heads["eagle"], target_name="owner/tiny")
     save_mtp(mtp(target), heads["mtp"], target_name="owner/tiny")
     save_speculators(other, heads["speculators"], target_name="owner/tiny")
     save_speculators_mtp(mtp(target, norm_output=True), heads["speculators-mtp"], target_name="owner/tiny")
@@ -511,7 +512,7 @@ def test_another_license_is_named_and_linked(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"head_sha256": "0" * 64}, "has results of another head"),
         ({"head": "random", "head_sha256": None}, "has results of another head, random"),
@@ -521,12 +522,12 @@ def test_another_license_is_named_and_linked(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_figures_of_another_head_are_refused(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], reason: str
 ) -> None:
     file = tmp_path / "figures.json"
     file.write_text(json.dumps({**json.loads(made.figures.read_text()), **change}))
     error = refused(capsys, str(made.run), *GOES_UP, "--dry-run", "--figures", str(file))
-    assert said in error
+    assert reason in error
     assert "figures.json" in error
 
 
@@ -647,11 +648,11 @@ def test_a_certificate_is_published_with_the_head_that_it_is_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = head_folder(tmp_path / "head")
-    known = ("--base-model", "owner/tiny")
-    assert "certificate.json" not in dry(folder, capsys, *known)
+    flags = ("--base-model", "owner/tiny")
+    assert "certificate.json" not in dry(folder, capsys, *flags)
     file = folder / "certificate.json"
     file.write_text(json.dumps({"head_sha256": hub.weights_digest(folder)}))
-    assert "  certificate.json" in dry(folder, capsys, *known)
+    assert "  certificate.json" in dry(folder, capsys, *flags)
     file.write_text(json.dumps({"head_sha256": "another"}))
     assert main([str(folder), *GOES_UP, "--dry-run"]) == 0
     shown = capsys.readouterr()

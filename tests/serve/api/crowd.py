@@ -118,14 +118,14 @@ def _share(pid: int, kilobytes: int) -> int:
     return next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
 
 
-def texts_alone(base: str, asked: Sequence[Question]) -> dict[tuple[str, Question], str]:
+def texts_alone(base: str, chosen: Sequence[Question]) -> dict[tuple[str, Question], str]:
     """Return each API's answer to each question, asked alone and without drafts.
 
     Questions are left out if rounding could decide their answer.
     """
     texts = {}
     with httpx.Client(base_url=base, timeout=PATIENCE) as http:
-        for question in asked:
+        for question in chosen:
             if question.form == "text" and _least_gap(http, question) < CLOSE:
                 continue
             for dialect in DIALECTS:
@@ -136,9 +136,9 @@ def texts_alone(base: str, asked: Sequence[Question]) -> dict[tuple[str, Questio
 
 
 def _least_gap(http: httpx.Client, question: Question) -> float:
-    asked = {**CHAT.body(question), "spec_decode": "none", "logprobs": True, "top_logprobs": 2}
-    content = http.post(CHAT.path, json=asked).json()["choices"][0]["logprobs"]["content"]
-    best = [[each["logprob"] for each in place["top_logprobs"]] for place in content]
+    fields = {**CHAT.body(question), "spec_decode": "none", "logprobs": True, "top_logprobs": 2}
+    content = http.post(CHAT.path, json=fields).json()["choices"][0]["logprobs"]["content"]
+    best = [[token["logprob"] for token in place["top_logprobs"]] for place in content]
     return min((first - second for first, second in best), default=CLOSE)
 
 
@@ -156,27 +156,27 @@ async def crowd(base: str, clients: int, seconds: float, texts: Texts, memory: C
 
 
 async def _client(http: httpx.AsyncClient, rng: random.Random, until: float, texts: Texts, account: Account) -> None:
-    known: Sequence[Question] = list(dict.fromkeys(question for _, question in texts))
+    pool: Sequence[Question] = list(dict.fromkeys(question for _, question in texts))
     while time.monotonic() < until:
         dialect, stream, leaves = rng.choice(DIALECTS), rng.random() < STREAMED, rng.random() < LEAVING
-        question = rng.choice(known) if rng.random() < 0.5 else any_question(rng)
+        question = rng.choice(pool) if rng.random() < 0.5 else any_question(rng)
         body = {**dialect.body(question), "num_speculative_tokens": rng.choice((0, 1, 3, None)), "stream": stream}
         account.forms[question.form] += 1
         begun = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE):
                 ask = _streamed if stream else _whole
-                end, said = await ask(http, dialect, body, leaves, rng)
+                end, text = await ask(http, dialect, body, leaves, rng)
         except TimeoutError:
-            end, said = "no end", f"within {PATIENCE:g} s"
+            end, text = "no end", f"within {PATIENCE:g} s"
         except httpx.HTTPError as e:
-            end, said = "connection lost", repr(e)
+            end, text = "connection lost", repr(e)
         alone = texts.get((dialect.name, question))
-        if alone is not None and end in ("answered", "left") and said is not None:
+        if alone is not None and end in ("answered", "left") and text is not None:
             account.compared += 1
-            if not (said == alone if end == "answered" else alone.startswith(said)):
-                end, said = "wrong text", f"{said!r}, and alone {alone!r}"
-        account.note(dialect, stream, end, time.monotonic() - begun, said or "")
+            if not (text == alone if end == "answered" else alone.startswith(text)):
+                end, text = "wrong text", f"{text!r}, and alone {alone!r}"
+        account.note(dialect, stream, end, time.monotonic() - begun, text or "")
         if end == "refused":
             await asyncio.sleep(1 + 2 * rng.random())  # as Retry-After says, or a bit longer
 

@@ -139,13 +139,13 @@ def test_billing_headers_do_not_change_the_prompt_of_claude_code(thinker: Live) 
     ]
     tools = [function("Bash", "Runs a command.", COMMAND)]
     thinks = {"enable_thinking": True}
-    asked = {"messages": told, "tools": tools, "max_tokens": 1, "chat_template_kwargs": thinks}
-    chat = thinker.http.post(CHAT, json=asked).json()
+    fields = {"messages": told, "tools": tools, "max_tokens": 1, "chat_template_kwargs": thinks}
+    chat = thinker.http.post(CHAT, json=fields).json()
     assert counted == [{"input_tokens": chat["usage"]["prompt_tokens"]}] * 2
     system = "You help with code."
     counts = [
-        thinker.http.post(COUNT, json={"messages": USER, "system": each}).json()
-        for each in (system, f"x-anthropic-billing-header: cch=1;\n{system}")
+        thinker.http.post(COUNT, json={"messages": USER, "system": instructions}).json()
+        for instructions in (system, f"x-anthropic-billing-header: cch=1;\n{system}")
     ]
     assert counts[0] == counts[1]
 
@@ -221,7 +221,7 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason"),
     [
         ({"messages": USER}, "max_tokens: field required"),
         ({**ONE, "max_tokens": 0}, "max_tokens: "),
@@ -254,17 +254,17 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "messages": [{"role": "user", "content": "x " * 999}]}, "prompt is too long: "),
     ],
 )
-def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any], said: str) -> None:
+def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any], reason: str) -> None:
     answer = server.http.post(MESSAGES, json=body)
     assert answer.status_code == (404 if "model" in body else 400)
     error = answer.json()
     assert error == {"type": "error", "error": {"type": error["error"]["type"], "message": error["error"]["message"]}}
     assert error["error"]["type"] == ("not_found_error" if "model" in body else "invalid_request_error")
-    assert said in error["error"]["message"]
+    assert reason in error["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "said"),
+    ("body", "param", "reason"),
     [
         ({}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
@@ -294,13 +294,13 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         ({"input": "x " * 999}, "input", "maximum context length is 512 tokens"),
     ],
 )
-def test_invalid_responses_requests_are_refused(server: Live, body: dict[str, Any], param: str, said: str) -> None:
+def test_invalid_responses_requests_are_refused(server: Live, body: dict[str, Any], param: str, reason: str) -> None:
     answer = server.http.post(RESPONSES, json=body)
     error = answer.json()["error"]
     assert answer.status_code == (404 if "model" in body else 400)
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
-    assert said in error["message"]
+    assert reason in error["message"]
 
 
 def test_unknown_paths_of_an_api_answer_in_its_error_format(server: Live) -> None:

@@ -27,24 +27,24 @@ def partial(dialect: Dialect, content: str = "", reasoning: str = "") -> list[di
         return [{"role": "assistant", "content": blocks + ([{"type": "text", "text": content}] if content else [])}]
     status = {"status": "incomplete"}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": reasoning}], **status}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": content}], **status}
-    return ([thought] if reasoning else []) + ([said] if content else [])
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": content}], **status}
+    return ([thought] if reasoning else []) + ([message] if content else [])
 
 
 def body(dialect: Dialect, turns: list[dict[str, Any]], limit: int = 24, **more: Any) -> dict[str, Any]:
     names = ("input", "max_output_tokens") if dialect is RESPONSES else ("messages", "max_tokens")
-    asked = dict(zip(names, (turns, limit), strict=True)) | {"temperature": 0, **more}
-    return asked | (
+    fields = dict(zip(names, (turns, limit), strict=True)) | {"temperature": 0, **more}
+    return fields | (
         {"continue_final_message": True} if dialect is CHAT and "continue_final_message" not in more else {}
     )
 
 
-def said(server: Live, dialect: Dialect, asked: dict[str, Any]) -> tuple[str, str]:
+def said(server: Live, dialect: Dialect, fields: dict[str, Any]) -> tuple[str, str]:
     """Return reasoning and content of an answer, which are the same whole and streamed."""
-    whole = server.http.post(dialect.path, json=asked)
+    whole = server.http.post(dialect.path, json=fields)
     assert whole.status_code == 200, whole.text
     answer = whole.json()
-    lines = server.http.post(dialect.path, json=asked | {"stream": True}).text.split("\n")
+    lines = server.http.post(dialect.path, json=fields | {"stream": True}).text.split("\n")
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     events = [json.loads(event) for event in data if event != "[DONE]"]
     if dialect is CHAT:
@@ -73,8 +73,8 @@ def completed(server: Live, messages: list[dict[str, Any]], **more: Any) -> tupl
     loaded = server.service.loaded
     assert loaded is not None
     chat = loaded.chat.chat(messages, continued=True)
-    asked = {"prompt": chat.tokens(), "max_tokens": 24, "temperature": 0, **more}
-    return chat.text, server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    fields = {"prompt": chat.tokens(), "max_tokens": 24, "temperature": 0, **more}
+    return chat.text, server.http.post("/v1/completions", json=fields).json()["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_an_answer_continues_the_last_message(server: Live, dialect: Dialect, co
     prompt, text = completed(server, [USER, *partial(CHAT, content)])
     assert prompt.endswith(content)
     assert said(server, dialect, body(dialect, [USER, *partial(dialect, content)])) == ("", text)
-    asked = body(dialect, [USER, *partial(dialect, content)], spec_decode="none")
-    assert said(server, dialect, asked) == ("", text)
+    fields = body(dialect, [USER, *partial(dialect, content)], spec_decode="none")
+    assert said(server, dialect, fields) == ("", text)
 
 
 @DIALECTS
@@ -103,8 +103,8 @@ def test_an_answer_continues_after_its_reasoning(thinker: Live, dialect: Dialect
 def test_a_thought_is_continued(thinker: Live, dialect: Dialect) -> None:
     prompt, text = completed(thinker, [USER, *partial(CHAT, "", "Let me")])
     assert prompt.endswith("<think>\nLet me")
-    asked = body(dialect, [USER, *partial(dialect, "", "Let me")])
-    assert said(thinker, dialect, asked) == (text, "")
+    fields = body(dialect, [USER, *partial(dialect, "", "Let me")])
+    assert said(thinker, dialect, fields) == (text, "")
     assert said(thinker, CHAT, body(CHAT, [USER, *partial(CHAT, "<think>\nLet me")])) == (text, "")
 
 
@@ -118,7 +118,7 @@ def caching() -> Iterator[Live]:
 @DIALECTS
 def test_the_prefix_cache_serves_continued_answers(dialect: Dialect, caching: Live) -> None:
     words = f"{dialect.name}: " + "a long beginning of an answer " * 8
-    asked = body(dialect, [USER, *partial(dialect, words)])
+    fields = body(dialect, [USER, *partial(dialect, words)])
 
     def cached(turns: dict[str, Any]) -> int:
         usage = caching.http.post(dialect.path, json=turns).raise_for_status().json()["usage"]
@@ -126,9 +126,9 @@ def test_the_prefix_cache_serves_continued_answers(dialect: Dialect, caching: Li
         count: int = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
         return count
 
-    reasoning, content = said(caching, dialect, asked)
-    assert cached(asked) > 40
-    assert said(caching, dialect, asked) == (reasoning, content)
+    reasoning, content = said(caching, dialect, fields)
+    assert cached(fields) > 40
+    assert said(caching, dialect, fields) == (reasoning, content)
     answered = {"role": "assistant", "content": words + content}
     assert cached(body(dialect, [USER, answered, USER], continue_final_message=False)) > 40
 
@@ -162,9 +162,9 @@ def test_a_message_that_cannot_be_continued_is_refused(caller: Live, dialect: Di
         (body(dialect, [USER], continue_final_message=True), "only a message of the assistant"),
         (body(dialect, [USER, call], continue_final_message=True), "a message with calls cannot be continued"),
     ]
-    for asked, reason in cases:
-        answer = caller.http.post(dialect.path, json=asked)
-        assert answer.status_code == 400, (asked, answer.text)
+    for fields, reason in cases:
+        answer = caller.http.post(dialect.path, json=fields)
+        assert answer.status_code == 400, (fields, answer.text)
         assert reason in answer.json()["error"]["message"]
 
 
@@ -184,7 +184,7 @@ def test_chats_begin_another_answer_unless_they_ask_to_continue(server: Live) ->
 
 
 def test_a_template_that_cannot_continue_is_refused(mistral: Live) -> None:
-    asked = body(CHAT, [USER, *partial(CHAT, "", "only a thought")])
-    answer = mistral.http.post(CHAT.path, json=asked)
+    fields = body(CHAT, [USER, *partial(CHAT, "", "only a thought")])
+    answer = mistral.http.post(CHAT.path, json=fields)
     assert answer.status_code == 400
     assert "does not write it so that it can be continued" in answer.json()["error"]["message"]

@@ -33,23 +33,23 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.recorded)
 def test_requests_of_programs_are_answered(program: Program, scripted: Live) -> None:
-    said = []
+    answers = []
     for line in (RECORDED / program.recorded).read_text().splitlines():
-        asked = json.loads(line)
-        body, formed = asked["body"], _is_formed(asked["body"])
+        request = json.loads(line)
+        body, formed = request["body"], _is_formed(request["body"])
         if body:
             body["model"] = NAME
         if formed:
             body["max_tokens"] = FORMED
         content = json.dumps(body) if body else None
-        answer = scripted.http.request(asked["method"], asked["path"], headers=asked["headers"], content=content)
+        answer = scripted.http.request(request["method"], request["path"], headers=request["headers"], content=content)
         assert answer.status_code == 200, answer.text
         if body:
             read = READERS[program.api](_events(answer.text))
             if not formed:
-                said.append(read)
-    titles = [each for each in said if each == (SHORT, [])]
-    turn = [each for each in said if each not in titles]
+                answers.append(read)
+    titles = [answered for answered in answers if answered == (SHORT, [])]
+    turn = [answered for answered in answers if answered not in titles]
     if program.calls is None:
         assert titles
         assert not turn
@@ -64,11 +64,11 @@ def _is_formed(body: dict[str, Any] | None) -> bool:
 
 def _events(text: str) -> list[dict[str, Any]]:
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    return [json.loads(each) for each in data if each != "[DONE]"]
+    return [json.loads(event) for event in data if event != "[DONE]"]
 
 
 def _read_messages(events: list[dict[str, Any]]) -> Answer:
-    kinds = [each["type"] for each in events if each["type"] != "ping"]
+    kinds = [part["type"] for part in events if part["type"] != "ping"]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
     blocks: list[dict[str, Any]] = []
@@ -80,15 +80,15 @@ def _read_messages(events: list[dict[str, Any]]) -> Answer:
             block, delta = blocks[event["index"]], event["delta"]
             block["text"] = block.get("text", "") + delta.get("text", "")
             block["json"] += delta.get("partial_json", "")
-    calls = [(each["name"], json.loads(each["json"])) for each in blocks if each["type"] == "tool_use"]
-    return "".join(each["text"] for each in blocks if each["type"] == "text"), calls
+    calls = [(part["name"], json.loads(part["json"])) for part in blocks if part["type"] == "tool_use"]
+    return "".join(part["text"] for part in blocks if part["type"] == "text"), calls
 
 
 def _read_responses(events: list[dict[str, Any]]) -> Answer:
     assert events[0]["type"] == "response.created"
     assert events[-1]["type"] == "response.completed"
-    assert [each["sequence_number"] for each in events] == list(range(len(events)))
-    items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert items == events[-1]["response"]["output"]
     text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
     calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
