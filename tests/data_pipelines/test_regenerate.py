@@ -68,14 +68,14 @@ STOPS = tuple(range(3, 4096, 7))
 
 def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(target: Target) -> None:
     params = SamplingParams(max_tokens=100, temperature=0.8, seed=3, stop_token_ids=STOPS)
-    asked = chat((S, "brief"), (U, "a"), (A, "old"), (U, "b"), (A, "old"))
-    [made], report = counted(Engine(target), [asked], params)
+    conversation = chat((S, "brief"), (U, "a"), (A, "old"), (U, "b"), (A, "old"))
+    [made], report = counted(Engine(target), [conversation], params)
     assert [m.role for m in made.messages] == [S, U, A, U, A]
     for number, turn in enumerate((2, 4)):
-        own = replace(params, seed=seed_of(3, asked.prompt_key(), 0, number))
+        own = replace(params, seed=seed_of(3, conversation.prompt_key(), 0, number))
         assert made.messages[turn].content == answer(target, made.messages[:turn], own)
-    assert made.messages[:2] == asked.messages[:2]
-    assert made.messages[3] == asked.messages[3]
+    assert made.messages[:2] == conversation.messages[:2]
+    assert made.messages[3] == conversation.messages[3]
     assert (report.answers, report.cut, made.origin) == (2, 0, "x:1")
 
 
@@ -87,10 +87,10 @@ def test_a_cut_answer_ends_its_conversation(target: Target) -> None:
 
 
 def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -> None:
-    asked = [(U, "a"), (U, "e")]
+    turns = [(U, "a"), (U, "e")]
     params = SamplingParams(max_tokens=40)
-    spoken = Engine(target).generate([[{"role": U, "content": text}] for _, text in asked], params)
-    ratios = {distinct_ratio(output.tokens): turn for output, turn in zip(spoken, asked, strict=True)}
+    spoken = Engine(target).generate([[{"role": U, "content": text}] for _, text in turns], params)
+    ratios = {distinct_ratio(output.tokens): turn for output, turn in zip(spoken, turns, strict=True)}
     assert len(ratios) == 2, "the two answers repeat themselves equally, which proves nothing"
     looping, fine = ratios[min(ratios)], ratios[max(ratios)]
     conversations = [chat(looping, (A, "b"), (U, "c"), (A, "d")), chat(fine, (A, "f"))]
@@ -102,10 +102,10 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
 
 def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target: Target, ending: int) -> None:
     params = SamplingParams(max_tokens=5, stop_token_ids=(ending,))
-    asked = [chat((U, f"{n} " * (n + 1))) for n in range(in_full(20, 8))] + [Conversation(text="import os")]
-    made = answered(Engine(target, max_batch=2), asked, params)
-    assert [c.messages[0] for c in made[:-1]] == [c.messages[0] for c in asked[:-1]]
-    assert made[-1] == asked[-1]
+    conversations = [chat((U, f"{n} " * (n + 1))) for n in range(in_full(20, 8))] + [Conversation(text="import os")]
+    made = answered(Engine(target, max_batch=2), conversations, params)
+    assert [c.messages[0] for c in made[:-1]] == [c.messages[0] for c in conversations[:-1]]
+    assert made[-1] == conversations[-1]
     for conversation in made[:-1:7]:
         assert conversation.messages[1].content == answer(target, conversation.messages[:1], params)
 
@@ -117,19 +117,19 @@ def questions(count: int) -> list[Conversation]:
 
 def test_order_company_and_drafts_change_nothing(target: Target) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=1, stop_token_ids=STOPS[::9])
-    asked = [
+    conversations = [
         c
         for n in range(in_full(6, 3))
         for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))
     ]
-    alone = answered(Engine(target, max_batch=1), asked, params)
-    assert len({c.messages for c in alone}) == len(asked)
+    alone = answered(Engine(target, max_batch=1), conversations, params)
+    assert len({c.messages for c in alone}) == len(conversations)
     head = HeadProposer(tiny_head(target))
     for engine in (Engine(target, max_batch=5), Engine(target, head, policy=FixedPolicy(3), max_batch=4)):
-        assert answered(engine, asked, params) == alone
-    backwards = answered(Engine(target, max_batch=3), asked[::-1], params)
+        assert answered(engine, conversations, params) == alone
+    backwards = answered(Engine(target, max_batch=3), conversations[::-1], params)
     assert backwards[::-1] == alone
-    assert answered(Engine(target), asked, replace(params, seed=2)) != alone
+    assert answered(Engine(target), conversations, replace(params, seed=2)) != alone
 
 
 def test_the_same_prompt_again_gets_another_answer(target: Target) -> None:
@@ -141,35 +141,35 @@ def test_the_same_prompt_again_gets_another_answer(target: Target) -> None:
 
 def test_system_prompts_are_set_and_drawn_by_the_seed(target: Target) -> None:
     params = SamplingParams(max_tokens=2, seed=0)
-    asked = [chat((S, "old"), (U, f"{n}"), (A, "b")) for n in range(24)]
-    [one] = answered(Engine(target), asked[:1], params, systems=("Be brief",))
-    assert [(m.role, m.content) for m in one.messages[:2]] == [(S, "Be brief"), (U, "0")]
-    assert one.messages[2].content == answer(target, one.messages[:2], params)
-    made = answered(Engine(target), asked, params, systems=("Be brief", ""))
+    conversations = [chat((S, "old"), (U, f"{n}"), (A, "b")) for n in range(24)]
+    [first] = answered(Engine(target), conversations[:1], params, systems=("Be brief",))
+    assert [(m.role, m.content) for m in first.messages[:2]] == [(S, "Be brief"), (U, "0")]
+    assert first.messages[2].content == answer(target, first.messages[:2], params)
+    made = answered(Engine(target), conversations, params, systems=("Be brief", ""))
     brief = [c.messages[0] == Message(S, "Be brief") for c in made]
     assert 5 <= sum(brief) <= 19
     assert all(c.messages[0].role == U for c, is_brief in zip(made, brief, strict=True) if not is_brief)
-    again = answered(Engine(target), asked[::-1], params, systems=("Be brief", ""))
+    again = answered(Engine(target), conversations[::-1], params, systems=("Be brief", ""))
     assert [c.messages[0] for c in again][::-1] == [c.messages[0] for c in made]
-    other = answered(Engine(target), asked, replace(params, seed=1), systems=("Be brief", ""))
+    other = answered(Engine(target), conversations, replace(params, seed=1), systems=("Be brief", ""))
     assert [c.messages[0] for c in other] != [c.messages[0] for c in made]
 
 
 def test_an_answer_that_calls_tools_and_a_greeting_stay(target: Target) -> None:
     call = {"role": A, "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     turns = [{"role": A, "content": "Hello!"}, {"role": U, "content": "a"}, call, {"role": "tool", "content": "7"}]
-    asked = parse_row({"messages": [*turns, {"role": A, "content": "old"}], "tools": [{"name": "f"}]}, "x:1")
-    [made] = answered(Engine(target), [asked], SamplingParams(max_tokens=2))
-    assert made.messages[:4] == asked.messages[:4]
+    conversation = parse_row({"messages": [*turns, {"role": A, "content": "old"}], "tools": [{"name": "f"}]}, "x:1")
+    [made] = answered(Engine(target), [conversation], SamplingParams(max_tokens=2))
+    assert made.messages[:4] == conversation.messages[:4]
     assert made.messages[4].content != "old"
-    assert made.tools == asked.tools
+    assert made.tools == conversation.tools
 
 
 def test_what_does_not_fit_the_context_is_counted(target: Target) -> None:
     params = SamplingParams(max_tokens=4, stop_token_ids=tuple(range(3, 4096)))
     long = "word " * 600
-    asked = [chat((U, long), (A, "b")), chat((U, "a"), (A, "b"), (U, long), (A, "d")), chat((S, "alone"))]
-    made, report = counted(Engine(target), asked, params)
+    conversations = [chat((U, long), (A, "b")), chat((U, "a"), (A, "b"), (U, long), (A, "d")), chat((S, "alone"))]
+    made, report = counted(Engine(target), conversations, params)
     assert [[m.role for m in c.messages] for c in made] == [[U, A]]
     assert (report.too_long, report.dropped) == (2, 2)
 

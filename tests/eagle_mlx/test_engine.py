@@ -67,10 +67,12 @@ def proposers() -> list[object]:
     ]
 
 
-def in_turns(count: int, others: Sequence[Any], each: int) -> list[tuple[int, Any]]:
-    """Return all pairs of one of `count` numbers and one of the others; unless in full, `each` others per number."""
-    places = ((one, (one + step) % len(others)) for one in range(count) for step in range(in_full(len(others), each)))
-    return [(one, others[place]) for one, place in places]
+def in_turns(count: int, others: Sequence[Any], most: int) -> list[tuple[int, Any]]:
+    """Return all pairs of one of `count` numbers and one of the others; unless in full, `most` others per number."""
+    places = (
+        (number, (number + step) % len(others)) for number in range(count) for step in range(in_full(len(others), most))
+    )
+    return [(number, others[place]) for number, place in places]
 
 
 SIZES = [(1, 1, False), (4, 2, True), (5, 8, False), (0, 3, True)]
@@ -524,12 +526,12 @@ def test_a_single_plain_round_is_timed_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(seconds for _, seconds in seen[20:31]) == 11 * 4
 
 
-@pytest.mark.parametrize("how", ["length", "stop", "cancelled"])
-def test_rows_that_end_with_their_first_token_are_reported_once(how: str) -> None:
+@pytest.mark.parametrize("reason", ["length", "stop", "cancelled"])
+def test_rows_that_end_with_their_first_token_are_reported_once(reason: str) -> None:
     engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2))
     talking = engine.prepare(PROMPTS[4], em.SamplingParams(max_tokens=24))
     params = em.SamplingParams(
-        max_tokens=1 if how == "length" else 9, stop_token_ids=tuple(GREEDY[tuple(PROMPTS[0])][0][:1])
+        max_tokens=1 if reason == "length" else 9, stop_token_ids=tuple(GREEDY[tuple(PROMPTS[0])][0][:1])
     )
     for company in (False, True):
         row = engine.prepare(PROMPTS[0], params)
@@ -537,11 +539,11 @@ def test_rows_that_end_with_their_first_token_are_reported_once(how: str) -> Non
             engine.submit(talking)
             engine.step()
         engine.submit(row)
-        if how == "cancelled":
+        if reason == "cancelled":
             engine.cancel(row)
         ended = [done for _ in range(40) for done in engine.step()]
-        assert ended.count(row) == (how != "cancelled")
-        assert row.finish_reason == ("stop" if how == "length" else how)
+        assert ended.count(row) == (reason != "cancelled")
+        assert row.finish_reason == ("stop" if reason == "length" else reason)
         assert engine.idle
     assert_same_text(PROMPTS[4], talking.tokens)
 
@@ -581,7 +583,7 @@ def test_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
         engine = em.Engine(TARGET, proposer, policy=Turns(nodes), max_batch=2)
         results: list[RoundResult] = []
         engine.observer = results.append
-        params = [em.SamplingParams(max_tokens=24, drafter=each) for each in drafters]
+        params = [em.SamplingParams(max_tokens=24, drafter=choice) for choice in drafters]
         prompts = [PROMPTS[2], PROMPTS[0]][: len(params)]
         for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
             assert_same_text(prompt, output.tokens)

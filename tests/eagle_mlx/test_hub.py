@@ -42,16 +42,16 @@ def test_hub_ids(name: str, repo: str | None) -> None:
 
 
 def test_a_bare_name_is_fetched_from_the_community(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    repos: list[str] = []
 
     def download(repo: str, **_: object) -> str:
-        asked.append(repo)
+        repos.append(repo)
         return str(tmp_path)
 
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.resolve("Qwen3-32B-4bit") == tmp_path
-    assert asked == ["mlx-community/Qwen3-32B-4bit"]
+    assert repos == ["mlx-community/Qwen3-32B-4bit"]
 
 
 def test_without_a_network_the_error_says_what_was_tried() -> None:
@@ -124,14 +124,14 @@ def test_everything_that_mlx_lm_fetches_is_fetched(online: hub_server.Hub) -> No
 def test_cached_models_need_no_network(online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     online.put("user/torch", {"pytorch_model.bin": b"weights", "config.json": b"{}"})
     there = hub.resolve("user/torch")
-    asked = len(online.requests)
+    requests = len(online.requests)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.resolve("user/torch") == there
-    assert len(online.requests) == asked
+    assert len(online.requests) == requests
 
 
 @pytest.mark.parametrize(
-    ("how", "token", "said"),
+    ("access", "token", "reason"),
     [
         ({"gated": True}, hub_server.READ, "user/head is gated: request access at .*/user/head"),
         ({"private": True}, None, "if it is private, log in with `hf auth login`, or set HF_TOKEN"),
@@ -142,13 +142,13 @@ def test_no_access_to_a_repository_is_an_error(
     online: hub_server.Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    how: dict[str, bool],
+    access: dict[str, bool],
     token: str | None,
-    said: str,
+    reason: str,
 ) -> None:
-    online.put("user/head", {"config.json": b"{}"}, **how)
+    online.put("user/head", {"config.json": b"{}"}, **access)
     hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
-    with pytest.raises(EagleError, match=said) as told:
+    with pytest.raises(EagleError, match=reason) as told:
         hub.resolve("user/head")
     assert "\n" not in str(told.value)
 
@@ -206,7 +206,7 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("repo", "token", "said"),
+    ("repo", "token", "reason"),
     [
         ("user/head", None, "no token with write access .*HF_TOKEN.*--token"),
         ("user/head", "hf_wrong", "the hub does not know the token used for user/head .*; nothing was published"),
@@ -218,10 +218,10 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
     ],
 )
 def test_reasons_against_publishing_are_one_line(
-    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str, token: str | None, said: str
+    online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str, token: str | None, reason: str
 ) -> None:
     hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
-    with pytest.raises(OutputError, match=said) as told:
+    with pytest.raises(OutputError, match=reason) as told:
         hub.publish_head(folder_of(tmp_path / "head"), repo)
     assert "\n" not in str(told.value)
     assert online.repos == {}
@@ -285,11 +285,11 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_digest_tells_heads_apart(tmp_path: Path) -> None:
-    one, same, other = (folder_of(tmp_path / name) for name in ("one", "same", "other"))
-    for folder, weights in ((one, "a"), (same, "a"), (other, "b")):
+    first, same, other = (folder_of(tmp_path / name) for name in ("one", "same", "other"))
+    for folder, weights in ((first, "a"), (same, "a"), (other, "b")):
         (folder / "model.safetensors").write_text(weights)
     (same / "README.md").write_text("another card")
-    assert hub.weights_digest(one) == hub.weights_digest(same) != hub.weights_digest(other)
+    assert hub.weights_digest(first) == hub.weights_digest(same) != hub.weights_digest(other)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
             prefix_cache_bytes=allowed if keeps else 0,
             kv_bytes=allowed,
         )
-        asked: list[tuple[int, RequestState]] = []
+        submitted: list[tuple[int, RequestState]] = []
 
         def step() -> None:
             busy.step()
@@ -150,15 +150,15 @@ def test_rows_and_prefixes_stay_within_the_budget(
         for event in events:
             if event == "submit":
                 which = random.randrange(len(PROMPTS))  # type: ignore[attr-defined]
-                asked.append((which, busy.prepare(PROMPTS[which], em.SamplingParams(max_tokens=TOKENS))))
-                busy.submit(asked[-1][1])
-            elif event == "cancel" and asked:
-                busy.cancel(random.choice(asked)[1])  # type: ignore[attr-defined]
+                submitted.append((which, busy.prepare(PROMPTS[which], em.SamplingParams(max_tokens=TOKENS))))
+                busy.submit(submitted[-1][1])
+            elif event == "cancel" and submitted:
+                busy.cancel(random.choice(submitted)[1])  # type: ignore[attr-defined]
             else:
                 step()
         while not busy.idle:
             step()
-    for which, request in asked:
+    for which, request in submitted:
         assert request.finish_reason in ("length", "cancelled")
         assert request.tokens == ALONE[which][: len(request.tokens)]
 
@@ -264,7 +264,7 @@ def test_short_requests_pass_one_that_waits_for_memory_a_limited_number_of_times
         rows = seats.budget.admitted
         assert rows
         seats.end(rows[:1])
-        passed += len([each for each in seats.admit() if each is not long])
+        passed += len([row for row in seats.admit() if row is not long])
     assert passed <= MOST_SKIPS
     assert seats.budget.admitted == [long]
 
@@ -280,16 +280,16 @@ def test_short_requests_pass_one_that_waits_for_memory_a_limited_number_of_times
 )
 def test_no_request_waits_forever(arrivals: list[tuple[str, int, int]], random: object) -> None:
     """Only a few requests may pass the next in turn, and once rows end, every request is admitted."""
-    seats, asked = Seats(BYTES), []
+    seats, submitted = Seats(BYTES), []
     passes: dict[int, int] = {}
     for client, prompt, leave in arrivals:
-        asked.append(request(prompt, client=client))
-        seats.submit(asked[-1])
+        submitted.append(request(prompt, client=client))
+        seats.submit(submitted[-1])
         before = list(seats.admission.waiting)
-        for each in seats.admit():
-            for passed in before[: before.index(each)]:
+        for row in seats.admit():
+            for passed in before[: before.index(row)]:
                 passes[id(passed)] = passes.get(id(passed), 0) + 1
-            before.remove(each)
+            before.remove(row)
         rows = list(seats.budget.admitted)
         random.shuffle(rows)  # type: ignore[attr-defined]
         seats.end(rows[:leave])
@@ -300,7 +300,7 @@ def test_no_request_waits_forever(arrivals: list[tuple[str, int, int]], random: 
         new = seats.admit()
         assert new or seats.budget.admitted
         seats.end(seats.budget.admitted[:1])
-    assert sorted(map(id, seats.let_in)) == sorted(map(id, asked))
+    assert sorted(map(id, seats.let_in)) == sorted(map(id, submitted))
 
 
 def test_a_long_request_is_answered_while_short_ones_keep_arriving() -> None:

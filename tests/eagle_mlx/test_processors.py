@@ -210,39 +210,39 @@ def mlx_lms_text(prompt: list[int], params: SamplingParams) -> list[int]:
             out = mx.where(grammar.mask(), out, -math.inf)
         return out
 
-    said = generate_step(mx.array(prompt), TARGET.model, max_tokens=LENGTH, logits_processors=[process])
-    return [int(token) for token, _ in said]
+    generated = generate_step(mx.array(prompt), TARGET.model, max_tokens=LENGTH, logits_processors=[process])
+    return [int(token) for token, _ in generated]
 
 
-@pytest.mark.parametrize("asked", ASKING)
-def test_greedy_text_is_that_of_mlx_lm_with_the_same_processors(asked: str) -> None:
+@pytest.mark.parametrize("case", ASKING)
+def test_greedy_text_is_that_of_mlx_lm_with_the_same_processors(case: str) -> None:
     for prompt in PROMPTS:
-        params = SamplingParams(max_tokens=LENGTH, **ASKING[asked])
+        params = SamplingParams(max_tokens=LENGTH, **ASKING[case])
         assert plain_text(prompt, params) == mlx_lms_text(prompt, params)
-        assert asked == "all" or plain_text(prompt, params) != plain_text(prompt, SamplingParams(max_tokens=LENGTH))
+        assert case == "all" or plain_text(prompt, params) != plain_text(prompt, SamplingParams(max_tokens=LENGTH))
 
 
 KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.95}}
 
 
-@pytest.mark.parametrize(("asked", "kind"), diagonal(ASKING, KINDS))
-def test_speculation_and_batches_change_nothing(asked: str, kind: str) -> None:
+@pytest.mark.parametrize(("case", "kind"), diagonal(ASKING, KINDS))
+def test_speculation_and_batches_change_nothing(case: str, kind: str) -> None:
     """Unless in full, each text uses half of the proposers, alternately."""
-    how = KINDS[kind]
-    params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **how)
+    options = KINDS[kind]
+    params = SamplingParams(max_tokens=LENGTH, **ASKING[case], **options)
     company = [
-        SamplingParams(max_tokens=7, **how),
-        SamplingParams(max_tokens=11, frequency_penalty=1.0, **how),
+        SamplingParams(max_tokens=7, **options),
+        SamplingParams(max_tokens=11, frequency_penalty=1.0, **options),
         params,
-        SamplingParams(max_tokens=LENGTH, **how),
+        SamplingParams(max_tokens=LENGTH, **options),
         params,
     ]
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    alone = [plain_text(prompt, each) for prompt, each in zip(prompts, company, strict=True)]
+    alone = [plain_text(prompt, choice) for prompt, choice in zip(prompts, company, strict=True)]
     texts = [[*prompt, *text] for prompt, text in zip(prompts, alone, strict=True)]
     head = em.HeadProposer(tiny_head(TARGET))
     drafting = [None, em.NgramProposer(), head, Guess(texts), Guess(texts, 0.0), em.HybridProposer(head)]
-    turn = list(ASKING).index(asked) // 2 % 2
+    turn = list(ASKING).index(case) // 2 % 2
     for proposer in drafting if FULL else drafting[turn::2]:
         engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(4), max_batch=4)  # type: ignore[arg-type]
         outputs = engine.generate(prompts, company)
@@ -353,11 +353,11 @@ def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
             logits = TARGET.forward(mx.array([[*prompt, *output.tokens]])).logits[0, len(prompt) - 1 : -1]
             expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
             assert output.logprobs is not None
-            assert [each.token for each in output.logprobs] == output.tokens
-            for each, row_ in zip(output.logprobs, expected, strict=True):
-                assert each.logprob == pytest.approx(row_[each.token], abs=1e-3)
-                assert [p for _, p in each.top] == pytest.approx(np.sort(row_)[::-1][:most], abs=1e-3)
-                assert [row_[token] for token, _ in each.top] == pytest.approx([p for _, p in each.top], abs=1e-3)
+            assert [entry.token for entry in output.logprobs] == output.tokens
+            for entry, row_ in zip(output.logprobs, expected, strict=True):
+                assert entry.logprob == pytest.approx(row_[entry.token], abs=1e-3)
+                assert [p for _, p in entry.top] == pytest.approx(np.sort(row_)[::-1][:most], abs=1e-3)
+                assert [row_[token] for token, _ in entry.top] == pytest.approx([p for _, p in entry.top], abs=1e-3)
 
 
 def test_no_logprobs_are_listed_after_a_stop() -> None:

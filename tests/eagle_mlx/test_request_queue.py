@@ -22,8 +22,8 @@ def row(client: str = "", length: int = 5) -> RequestState:
 
 def queue(*rows: RequestState) -> RequestQueue:
     made = RequestQueue()
-    for each in rows:
-        made.append(each)
+    for request in rows:
+        made.append(request)
     return made
 
 
@@ -91,7 +91,9 @@ def test_requests_of_a_client_are_served_in_order(events: list[tuple[str, bool]]
     order += drained(waiting)
     assert len(order) == len(rows)
     for client in "abcd":
-        assert [each for each in order if each.client == client] == [each for each in rows if each.client == client]
+        assert [request for request in order if request.client == client] == [
+            request for request in rows if request.client == client
+        ]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
@@ -100,8 +102,8 @@ def test_between_two_turns_of_a_client_every_other_has_one(clients: list[str]) -
     for (i, first), (j, second) in itertools.combinations(enumerate(order), 2):
         if first.client != second.client:
             continue
-        between = {each.client for each in order[i + 1 : j]}
-        assert {each.client for each in order[j:]} <= between | {first.client}
+        between = {request.client for request in order[i + 1 : j]}
+        assert {request.client for request in order[j:]} <= between | {first.client}
 
 
 def test_a_new_client_waits_for_one_request_of_each_other_client() -> None:
@@ -138,14 +140,14 @@ def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> N
     params = em.SamplingParams(max_tokens=30)
     prompts = rng.integers(3, 128, (12, 50)).tolist()
     long = [engine.prepare(prompt, params, client="many") for prompt in prompts]
-    for each in long:
-        engine.submit(each)
+    for request in long:
+        engine.submit(request)
     engine.step()
     short = engine.prepare([5, 6, 7], em.SamplingParams(max_tokens=2), client="one")
     engine.submit(short)
     while short.finish_reason is None:
         engine.step()
-    assert sum(each.finish_reason is not None for each in long) <= 2
+    assert sum(request.finish_reason is not None for request in long) <= 2
     while not engine.idle:
         engine.step()
-    assert {each.finish_reason for each in long} == {"length"}
+    assert {request.finish_reason for request in long} == {"length"}

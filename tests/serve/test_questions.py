@@ -92,8 +92,8 @@ def test_the_command_reports_by_category(tmp_path: Path, batch: str, capsys: pyt
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), head, target_name="tiny")
     figures, file = tmp_path / "figures.json", write(tmp_path / "questions.jsonl", *ROWS)
     what = f"--target {target} --head {head} --prompts {file} --batch {batch} --limit 5 --filler 20 --json {figures}"
-    how = "--modes mlx-lm plain eagle --max-tokens 6 --repeats 1 --least-distinct 0 --quiet --depth 2 --turn 3"
-    assert main([*what.split(), *how.split()]) == 0
+    flags = "--modes mlx-lm plain eagle --max-tokens 6 --repeats 1 --least-distinct 0 --quiet --depth 2 --turn 3"
+    assert main([*what.split(), *flags.split()]) == 0
     shown = capsys.readouterr().out
     lines = [line.split() for line in shown.split("category ")[1].splitlines()]
     varies = batch != "1"  # mlx-lm decodes one row; columns that do not vary are left out
@@ -128,12 +128,12 @@ def little_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_question_has_its_own_filler(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
     target.context_length = 4096
-    asked = read_questions(write(tmp_path / "questions.jsonl", *ROWS))
-    filled = with_filler(asked, target, 300)
-    assert [each.later for each in filled] == [each.later for each in asked]
+    questions = read_questions(write(tmp_path / "questions.jsonl", *ROWS))
+    filled = with_filler(questions, target, 300)
+    assert [question.later for question in filled] == [question.later for question in questions]
     texts = []
-    for before, after in zip(asked, filled, strict=True):
-        wanted, got = (each.content[0]["content"] for each in (before, after))  # type: ignore[index, call-overload]
+    for before, after in zip(questions, filled, strict=True):
+        wanted, got = (question.content[0]["content"] for question in (before, after))  # type: ignore[index, call-overload]
         assert got.endswith(f"\n\n{wanted}")
         texts.append(got.removesuffix(wanted))
         assert 295 <= len(after.encode(target)) - len(before.encode(target)) <= 310
@@ -141,4 +141,4 @@ def test_each_question_has_its_own_filler(tmp_path: Path) -> None:
     [raw] = with_filler([Question("x = ")], target, 20)
     assert str(raw.content).endswith("\n\nx = ")
     with pytest.raises(ConfigError, match="the standard library has too little text"):
-        with_filler(asked, target, 100_000)
+        with_filler(questions, target, 100_000)

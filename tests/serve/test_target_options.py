@@ -44,7 +44,7 @@ def greedy_of_mlx_lm(target: Path, adapter: Path | None, prompt: Sequence[int], 
     model, tokenizer = mlx_lm.load(str(target), adapter_path=str(adapter) if adapter else None)[:2]
     model.set_dtype(mx.float32)
     stream = mlx_lm.stream_generate(model, tokenizer, list(prompt), max_tokens=count)
-    return [one.token for one in stream]
+    return [step.token for step in stream]
 
 
 def test_adapters_give_the_same_text_as_in_mlx_lm(models: tuple[Path, Path]) -> None:
@@ -62,24 +62,24 @@ def test_adapters_give_the_same_text_as_in_mlx_lm(models: tuple[Path, Path]) -> 
 def test_adapters_on_the_command_line(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder, adapter = models
     flags = ["def f(x):", "--target", str(folder), "--quiet", "--max-tokens", "8", "--spec-decode", "none"]
-    said = []
+    texts = []
     for more in ([], ["--adapter-path", str(adapter)]):
         assert generate([*flags, *more]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] != said[1]
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reason"),
     [
         ({"lora_parameters": {"alpha": 1}}, "missing required key 'scale'"),
         ({"lora_parameters": {"rank": 2, "scale": 1.0}}, "do not fit"),
     ],
 )
 def test_adapters_of_another_model_are_refused(
-    models: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], said: str
+    models: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], reason: str
 ) -> None:
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(TargetError, match=reason):
         em.load_target(models[0], adapter_path=tiny_adapters(tmp_path / "other", **settings))
 
 
@@ -116,24 +116,24 @@ def test_template_arguments_reach_every_prompt(models: tuple[Path, Path]) -> Non
 
 
 def test_the_flags_become_the_arguments_of_load_target() -> None:
-    said = options(
+    parsed = options(
         "--adapter-path a --trust-remote-code --extra-eos-token x y --chat-template T "
         """--chat-template-args '{"enable_thinking": false}'"""
     )
-    assert said == TargetOptions("a", True, ("x", "y"), "T", '{"enable_thinking": false}')
+    assert parsed == TargetOptions("a", True, ("x", "y"), "T", '{"enable_thinking": false}')
     assert options("") == TargetOptions()
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("--chat-template-args {", "is not JSON"),
         ("--chat-template-args []", "must be an object"),
         ("""--chat-template-args '{"tokenize": false}'""", "'tokenize' is not an argument of the template"),
     ],
 )
-def test_invalid_template_arguments_are_refused(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_template_arguments_are_refused(line: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         options(line)
 
 
@@ -145,8 +145,8 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
         assert tokenizer is not None
         assert tokenizer.chat_template == TEMPLATE
     file.write_text("words")
-    for given, said in ((str(file), "the file has no template expression"), ("chatml", "cannot be read as a file")):
-        with pytest.raises(ConfigError, match=f"--chat-template {given}.*{said}"):
+    for given, reason in ((str(file), "the file has no template expression"), ("chatml", "cannot be read as a file")):
+        with pytest.raises(ConfigError, match=f"--chat-template {given}.*{reason}"):
             TargetOptions(chat_template=given).load(models[0])
 
 

@@ -68,11 +68,11 @@ def is_served(server: Live) -> bool:
 def unread() -> Iterator[Callable[[Live], socket.socket]]:
     """Yield a function that starts streams of megabytes without reading them."""
     opened = []
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 4, "stream": True}
-    asked |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 4, "stream": True}
+    fields |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}
 
     def begin(server: Live) -> socket.socket:
-        opened.append(connect(server, request(CHAT, asked), unread_bytes=4096))
+        opened.append(connect(server, request(CHAT, fields), unread_bytes=4096))
         return opened[-1]
 
     yield begin
@@ -106,9 +106,9 @@ def test_an_unread_stream_is_closed(unread: Callable[[Live], socket.socket], cap
 
 
 def test_an_unread_answer_is_closed() -> None:
-    asked = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
+    fields = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
     with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
-        raws = [connect(server, request("/tokenize", asked), unread_bytes=4096) for _ in range(3)]
+        raws = [connect(server, request("/tokenize", fields), unread_bytes=4096) for _ in range(3)]
         server.until(lambda: len(server.server.connections) == 3)
         server.until(lambda: len(server.server.connections) == 0)
         for raw in raws:
@@ -116,9 +116,9 @@ def test_an_unread_answer_is_closed() -> None:
 
 
 def test_slow_readers_are_not_cut_off() -> None:
-    asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 20}
+    fields = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 20}
     with live(settings=wide(Limits(send_seconds=1.0)), unread_bytes=4096) as server:
-        with connect(server, request(COMPLETIONS, asked), unread_bytes=4096) as raw:
+        with connect(server, request(COMPLETIONS, fields), unread_bytes=4096) as raw:
             read = b""
             while not read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
                 piece = raw.recv(2048)
@@ -230,7 +230,7 @@ LARGE = {**SHORT, "messages": [{"role": "user", "content": LONG}]}
 def test_large_bodies_are_parsed_outside_the_event_loop_one_client_at_a_time(parsed: Parsed, body: Any) -> None:
     behind = wide(forwarded_allow_ips="127.0.0.1")
     with live(settings=behind) as server, ExitStack() as stack:
-        sizes = [len(json.dumps(each).encode()) for each in (body, LARGE)]
+        sizes = [len(json.dumps(content).encode()) for content in (body, LARGE)]
         raws = [stack.enter_context(closing(connect(server, request(CHAT, body)))) for _ in range(8)]
         server.until(lambda: parsed.nbytes["parse"] == sizes[0])
         assert is_served(server)
@@ -517,11 +517,11 @@ def test_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable[[L
 
 @ELSEWHERE
 def test_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
-    asked = {"messages": [{"role": "user", "content": "def f"}], "n": 6, "temperature": 1.0, "seed": 3}
-    asked |= {"ignore_eos": True}  # without max_tokens
+    fields = {"messages": [{"role": "user", "content": "def f"}], "n": 6, "temperature": 1.0, "seed": 3}
+    fields |= {"ignore_eos": True}  # without max_tokens
 
     def texts(server: Live) -> list[str]:
-        answer = server.http.post(CHAT, json=asked).json()
+        answer = server.http.post(CHAT, json=fields).json()
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
         return [choice["message"]["content"] for choice in answer["choices"]]
 

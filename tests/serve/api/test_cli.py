@@ -40,18 +40,18 @@ def test_a_target_is_served_with_the_head_found_for_it(
 ) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
     for mode, line in (("ngram", "head: none found for "), ("eagle", f"head: {models[1]}, trained here for target")):
-        said: list[str] = []
-        loaded = load(LoadConfig(models[0], Speculation(head=AUTO)), said.append)
+        lines: list[str] = []
+        loaded = load(LoadConfig(models[0], Speculation(head=AUTO)), lines.append)
         assert loaded.mode == mode
         assert loaded.most_drafts > 0
-        assert sum(text.startswith("head: ") for text in said) == 1
-        assert any(text.startswith(line) for text in said)
-        assert any(text.startswith(f"speculation: {mode}") for text in said)
+        assert sum(text.startswith("head: ") for text in lines) == 1
+        assert any(text.startswith(line) for text in lines)
+        assert any(text.startswith(f"speculation: {mode}") for text in lines)
         register(models[1], models[0], "trained")
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "reason"),
     [
         (["--kv-bits", "4"], "omit kv_bits"),
         (["--max-batch", "0"], "--max-batch"),
@@ -80,13 +80,13 @@ def test_a_target_is_served_with_the_head_found_for_it(
     ],
 )
 def test_invalid_settings_are_refused_at_startup(
-    models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    models: tuple[str, str], args: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = [] if "--port" in args else ["--port", "0"]
     assert main(["--target", models[0], *port, *args]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert said in error
+    assert reason in error
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,13 +100,13 @@ def test_an_address_that_is_taken(models: tuple[str, str], capsys: pytest.Captur
     assert "use another address or port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", [["--spec-decode", "none"], ["--spec-decode", "ngram"], ["--head"]])
-def test_the_check_passes(models: tuple[str, str], how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--head", models[1]] if how == ["--head"] else how
-    assert main(["--target", models[0], "--check", *how]) == 0
-    said = capsys.readouterr().err
-    assert "check: ok: 16 tokens" in said
-    assert "tau " in said
+@pytest.mark.parametrize("flags", [["--spec-decode", "none"], ["--spec-decode", "ngram"], ["--head"]])
+def test_the_check_passes(models: tuple[str, str], flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--head", models[1]] if flags == ["--head"] else flags
+    assert main(["--target", models[0], "--check", *flags]) == 0
+    printed = capsys.readouterr().err
+    assert "check: ok: 16 tokens" in printed
+    assert "tau " in printed
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_requests_may_ask_for_n_grams_on_every_server_that_allows_them(
 
 
 def test_the_check_fails_if_speculation_changes_the_text(models: tuple[str, str]) -> None:
-    said: list[str] = []
-    loaded = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append)
+    lines: list[str] = []
+    loaded = load(LoadConfig(models[0], Speculation(mode="ngram")), lines.append)
     forward = loaded.target.forward
     base = type(loaded.target)
 
@@ -153,20 +153,20 @@ def test_the_check_fails_if_speculation_changes_the_text(models: tuple[str, str]
             return out
 
     loaded.target.__class__ = Liar
-    assert not check(loaded, said.append)
-    assert "FAILED" in said[-1]
+    assert not check(loaded, lines.append)
+    assert "FAILED" in lines[-1]
 
 
 def test_memory_is_shared_out_at_the_start(models: tuple[str, str]) -> None:
-    said: list[str] = []
-    engine = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append).engine
+    lines: list[str] = []
+    engine = load(LoadConfig(models[0], Speculation(mode="ngram")), lines.append).engine
     assert engine.prefixes is not None
     assert 0 < engine.prefixes.capacity < engine.kv_budget.nbytes < free_memory()
-    assert said[-2].endswith(" of it for the prefix cache")
+    assert lines[-2].endswith(" of it for the prefix cache")
     given = LoadConfig(models[0], Speculation(mode="ngram"), prefix_cache_gb=0.0, memory=MemoryOptions(kv_gb=0.003))
-    engine = load(given, said.append).engine
+    engine = load(given, lines.append).engine
     assert (engine.prefixes, engine.kv_budget.nbytes) == (None, 3_000_000)
-    memory = next(line for line in reversed(said) if line.startswith("memory: "))
+    memory = next(line for line in reversed(lines) if line.startswith("memory: "))
     assert f"keys and values up to 3.0 MB ({engine.kv_budget.longest} tokens for one request)" in memory
     assert memory.endswith("no prefix cache")
 

@@ -80,8 +80,8 @@ def streamed(stream: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[s
     diagonal([USER, TURNS], [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}]),
 )
 def test_the_text_is_that_of_chat_completions(server: Live, messages: Any, sampling: dict[str, Any]) -> None:
-    asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
-    chat = server.http.post(CHAT, json=asked).json()
+    fields = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
+    chat = server.http.post(CHAT, json=fields).json()
     message = ask(server, messages=messages, system="Be brief.", max_tokens=24, **sampling)
     assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
     ended = {"length": "max_tokens", "stop": "end_turn"}[chat["choices"][0]["finish_reason"]]
@@ -93,9 +93,9 @@ def test_the_text_is_that_of_chat_completions(server: Live, messages: Any, sampl
 
 
 def test_the_official_client_reads_whole_and_streamed_answers(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": NAME, "messages": USER, "max_tokens": 24, "extra_body": {"temperature": 0}}
-    whole = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
+    fields: Any = {"model": NAME, "messages": USER, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    whole = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(pieces) > 1
@@ -104,8 +104,8 @@ def test_the_official_client_reads_whole_and_streamed_answers(client: anthropic.
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     assert final.stop_reason == ("max_tokens" if final.usage.output_tokens == 24 else "end_turn")
     counted = client.messages.count_tokens(model=NAME, messages=USER)
-    for each in (whole.usage, final.usage):
-        assert each.input_tokens + (each.cache_read_input_tokens or 0) == counted.input_tokens
+    for usage in (whole.usage, final.usage):
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
 
 
 def test_answers_match_the_official_types(server: Live) -> None:
@@ -119,11 +119,11 @@ def test_answers_match_the_official_types(server: Live) -> None:
 def test_a_stop_sequence_is_reported_with_its_text(server: Live) -> None:
     text = ask(server, messages=USER, max_tokens=40, temperature=0)["content"][0]["text"]
     stop = text[len(text) // 2 :][:5]
-    asked = {"messages": USER, "max_tokens": 40, "temperature": 0, "stop_sequences": ["nay", stop]}
-    message = ask(server, **asked)
+    fields = {"messages": USER, "max_tokens": 40, "temperature": 0, "stop_sequences": ["nay", stop]}
+    message = ask(server, **fields)
     assert message["content"][0]["text"] == text[: text.find(stop)]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
-    blocks, last = streamed(events(server, **asked))
+    blocks, last = streamed(events(server, **fields))
     assert blocks == message["content"]
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
@@ -146,14 +146,14 @@ def test_counted_tokens_equal_the_prompt_tokens() -> None:
 
 
 def check_counts(server: Live) -> None:
-    asked = {"messages": [{"role": "user", "content": "count these " * 9}], "system": "New here: " + "9" * 40}
-    counted = server.http.post(COUNT, json=asked).json()
-    assert counted == {"input_tokens": ask(server, **asked, max_tokens=1)["usage"]["input_tokens"]}
-    usage = ask(server, **asked, max_tokens=1)["usage"]
+    fields = {"messages": [{"role": "user", "content": "count these " * 9}], "system": "New here: " + "9" * 40}
+    counted = server.http.post(COUNT, json=fields).json()
+    assert counted == {"input_tokens": ask(server, **fields, max_tokens=1)["usage"]["input_tokens"]}
+    usage = ask(server, **fields, max_tokens=1)["usage"]
     assert usage["cache_read_input_tokens"] > 20
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
     assert usage["cache_creation_input_tokens"] == 0
-    first = events(server, **asked, max_tokens=1)
+    first = events(server, **fields, max_tokens=1)
     assert first[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
     assert first[-2]["usage"] == usage
     long = {"messages": [{"role": "user", "content": "x " * 999}]}
@@ -164,12 +164,12 @@ def check_counts(server: Live) -> None:
 def test_a_tool_is_called_and_its_result_goes_back(caller: Live, choice: dict[str, Any]) -> None:
     weather = [{"role": "user", "content": "How is the weather in Oslo?"}]
     free = {"messages": weather, "tools": [TOOL], "max_tokens": 300, "seed": 5}
-    asked: dict[str, Any] = {**free, "tool_choice": choice | {"disable_parallel_tool_use": True}}
-    message = ask(caller, **asked)
+    fields: dict[str, Any] = {**free, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    message = ask(caller, **fields)
     (call,) = message["content"]
     assert (call["type"], call["name"], message["stop_reason"]) == ("tool_use", "get_weather", "tool_use")
     assert set(call["input"]) >= set(FUNCTION["parameters"]["required"])
-    (block,), last = streamed(events(caller, **asked))
+    (block,), last = streamed(events(caller, **fields))
     assert block | {"id": call["id"]} == call
     assert last["delta"]["stop_reason"] == "tool_use"
     # The next turn has the same prompt as in Chat Completions.
@@ -183,29 +183,29 @@ def test_a_tool_is_called_and_its_result_goes_back(caller: Live, choice: dict[st
     ]
     offered = {"type": "function", "function": {**FUNCTION, "description": TOOL["description"]}}
     chat = {"messages": told, "tools": [offered], "max_tokens": 9, "seed": 5}
-    said = caller.http.post(CHAT, json=chat).json()
+    completion = caller.http.post(CHAT, json=chat).json()
     answer = ask(caller, **free | {"messages": again, "max_tokens": 9})
-    assert answer["content"][0]["text"] == said["choices"][0]["message"]["content"]
+    assert answer["content"][0]["text"] == completion["choices"][0]["message"]["content"]
     used = answer["usage"]
-    assert used["input_tokens"] + used["cache_read_input_tokens"] == said["usage"]["prompt_tokens"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == completion["usage"]["prompt_tokens"]
 
 
 def test_thinking_blocks_can_be_sent_back(thinker: Live) -> None:
-    asked = {"messages": USER, "max_tokens": 40, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    fields = {"messages": USER, "max_tokens": 40, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     template = {"chat_template_kwargs": {"enable_thinking": True}}
     chat = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, "seed": 3, **template}).json()
-    message = ask(thinker, **asked)
+    message = ask(thinker, **fields)
     (thought,) = message["content"]
     assert (thought["type"], bool(thought["signature"])) == ("thinking", True)
     assert thought["thinking"] == chat["choices"][0]["message"]["reasoning_content"]
-    (block,), _ = streamed(events(thinker, **asked))
+    (block,), _ = streamed(events(thinker, **fields))
     assert block["thinking"] == thought["thinking"]
     assert block["signature"]
-    hidden = asked | {"thinking": {"type": "adaptive", "display": "omitted"}}
+    hidden = fields | {"thinking": {"type": "adaptive", "display": "omitted"}}
     assert (
         ask(thinker, **hidden)["content"][0]["thinking"] == streamed(events(thinker, **hidden))[0][0]["thinking"] == ""
     )
-    assert ask(thinker, **asked | {"thinking": {"type": "disabled"}})["content"][0]["type"] == "text"
+    assert ask(thinker, **fields | {"thinking": {"type": "disabled"}})["content"][0]["type"] == "text"
     # The prompt of the next turn contains the reasoning.
     redacted = {"type": "redacted_thinking", "data": "EmwK"}
     back = [*USER, {"role": "assistant", "content": [thought, redacted, {"type": "text", "text": "y"}]}, *USER]

@@ -65,7 +65,7 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("a: {target: org/x}\na: {target: org/y}", "'a' appears twice; give each name once"),
         ("a: {target: org/x, target: org/y}", "'target' appears twice"),
@@ -93,16 +93,16 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
         ("a: {", "cannot be read as YAML"),
     ],
 )
-def test_errors_name_the_entry(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_entry(tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, text)
     assert main(["--models", str(file), "--port", "0"]) == 2
     (error,) = capsys.readouterr().err.splitlines()[:1]
     assert error.startswith(f"error: {file}")
-    assert said in capsys.readouterr().err + error
+    assert reason in capsys.readouterr().err + error
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "reason"),
     [
         (["--models", "nowhere.yaml"], "there is no file of models nowhere.yaml"),
         (["--memory-gb", "1"], "--memory-gb is for several models"),
@@ -113,19 +113,19 @@ def test_errors_name_the_entry(tmp_path: Path, text: str, said: str, capsys: pyt
     ],
 )
 def test_conflicting_flags_are_refused(
-    tmp_path: Path, target: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, target: Path, args: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(written(tmp_path, f"a: {{target: {target}}}"))
-    assert main([*(file if each == "FILE" else each for each in args), "--port", "0"]) == 2
-    assert said in capsys.readouterr().err
+    assert main([*(file if arg == "FILE" else arg for arg in args), "--port", "0"]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_the_check_tries_all_models(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, f"default: {{target: {target}}}\na: {{spec-decode: none}}\nb: {{spec-decode: ngram}}")
     assert main(["--models", str(file), "--check"]) == 0
-    said = capsys.readouterr().err
-    assert said.count("check: ok: 16 tokens") == 2
-    assert said.index("model: a") < said.index("model: b")
+    printed = capsys.readouterr().err
+    assert printed.count("check: ok: 16 tokens") == 2
+    assert printed.index("model: a") < printed.index("model: b")
 
 
 def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
@@ -134,13 +134,13 @@ def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
     configs = read_models(written(tmp_path, text))
     weights = weights_bytes(configs["a"])
     assert weights == (target / "model.safetensors").stat().st_size
-    said: list[str] = []
+    lines: list[str] = []
     for nbytes, states in (
         (2 * weights + 8_000_000, ["loaded", "loaded"]),
         (weights + 2_100_000, ["unloaded", "loaded"]),
     ):
-        sources = several(configs, nbytes, said.append)
-        assert [each.nbytes() for each in sources] == [
+        sources = several(configs, nbytes, lines.append)
+        assert [source.nbytes() for source in sources] == [
             weights + min(nbytes // 4, nbytes - weights),
             weights + 2_000_000,
         ]
@@ -151,7 +151,7 @@ def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
             services = server.models.services
             assert [service.state for service in services.values()] == states
             assert services["b"].loaded.engine.kv_budget.nbytes == 2_000_000
-    assert any(line.startswith("b: target: ") for line in said)
+    assert any(line.startswith("b: target: ") for line in lines)
 
 
 def test_a_model_that_never_fits_is_refused(tmp_path: Path, target: Path) -> None:

@@ -46,11 +46,11 @@ def rounds(server: Live) -> list[RoundResult]:
 
 
 def drafted(results: list[RoundResult]) -> set[str]:
-    return {"ngram" if each.plan.lookups else "eagle" for each in results if any(each.drafted)}
+    return {"ngram" if round_.plan.lookups else "eagle" for round_ in results if any(round_.drafted)}
 
 
-def change(server: Live, **asked: Any) -> httpx.Response:
-    return server.http.post(ADMIN, json={"model": NAME, **asked})
+def change(server: Live, **fields: Any) -> httpx.Response:
+    return server.http.post(ADMIN, json={"model": NAME, **fields})
 
 
 def complete(server: Live, **more: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
 
     length = in_full(120, 50)
     text = complete(hybrid, max_tokens=length)["choices"][0]["text"]
-    for asked, drafters, depth, policy in (
+    for fields, drafters, depth, policy in (
         ({"spec_decode": "eagle"}, ["eagle"], 3, "fixed"),
         ({"num_speculative_tokens": 1}, ["eagle"], 1, "fixed"),
         ({"spec_decode": "ngram", "num_speculative_tokens": 2}, ["ngram"], 2, "fixed"),
@@ -108,14 +108,14 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         with hybrid.slowed(0.001), hybrid.http.stream("POST", COMPLETIONS, json=body) as stream:
             pieces = stream.iter_text()
             begun = next(pieces)
-            changed = change(hybrid, **asked)
+            changed = change(hybrid, **fields)
             results = rounds(hybrid)
             rest = begun + "".join(pieces)
         assert changed.status_code == 200, changed.text
         assert summary() == {"spec_decode_drafters": drafters, "current_k": depth, "spec_policy": policy}
         assert changed.json()["spec_decode_mode"] == next(iter(drafters), "none")
         assert drafted(results) <= set(drafters)
-        assert max(max(each.drafted) for each in results) <= depth
+        assert max(max(result.drafted) for result in results) <= depth
         assert "".join(texts_of(rest)) == text
     results = rounds(hybrid)
     assert change(hybrid, spec_decode="none", spec_policy="fixed").json()["spec_decode_enabled"] is False
@@ -164,9 +164,9 @@ def test_threshold_acceptance_is_a_choice_and_marked_as_lossy(hybrid: Live, capl
 
 def test_a_server_may_accept_by_threshold_by_default() -> None:
     with live(lambda: both(acceptance="threshold", least_probability=0.001)) as server:
-        asked = {"temperature": 1.0, "spec_decode": "eagle"}
+        fields = {"temperature": 1.0, "spec_decode": "eagle"}
         for more, lossless in (({}, False), ({"acceptance": "auto"}, True), ({"acceptance_threshold": 0.9}, False)):
-            assert complete(server, **asked, **more)["metrics"]["speculative_decoding"]["lossless"] == lossless
+            assert complete(server, **fields, **more)["metrics"]["speculative_decoding"]["lossless"] == lossless
 
 
 def test_all_fields_of_the_speculation_metrics_are_described(hybrid: Live) -> None:
@@ -177,7 +177,7 @@ def test_all_fields_of_the_speculation_metrics_are_described(hybrid: Live) -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "param"),
+    ("fields", "status", "param"),
     [
         ({"spec_decode": "mtp"}, 400, "spec_decode"),
         ({"spec_decode": "magic"}, 400, "spec_decode"),
@@ -188,10 +188,10 @@ def test_all_fields_of_the_speculation_metrics_are_described(hybrid: Live) -> No
     ],
 )
 def test_changes_to_what_is_not_loaded_are_refused(
-    hybrid: Live, asked: dict[str, Any], status: int, param: str
+    hybrid: Live, fields: dict[str, Any], status: int, param: str
 ) -> None:
     before = hybrid.http.get(METRICS).json()
-    refused = change(hybrid, **asked)
+    refused = change(hybrid, **fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
     assert hybrid.http.get(METRICS).json() == before
     assert hybrid.http.post(ADMIN, json={"model": NAME}, headers={"Authorization": ""}).status_code == 401
@@ -202,8 +202,8 @@ def test_a_server_without_a_proposer_or_chains_refuses_what_needs_them() -> None
         return Loaded(em.Engine(given_target()), "none", 0)
 
     with live(plain) as server:
-        for asked in ({"num_speculative_tokens": 2}, {"spec_policy": "fixed"}, {"spec_decode": "ngram"}):
-            assert change(server, **asked).json()["error"]["param"] == next(iter(asked))
+        for fields in ({"num_speculative_tokens": 2}, {"spec_policy": "fixed"}, {"spec_decode": "ngram"}):
+            assert change(server, **fields).json()["error"]["param"] == next(iter(fields))
         assert change(server, spec_decode="none").json()["spec_decode_enabled"] is False
         assert server.http.post("/admin/unload", json={"model": NAME}).status_code == 200
         assert change(server, spec_decode="none").status_code == 409

@@ -54,8 +54,8 @@ def test_health_can_be_asked_without_a_body(server: Live) -> None:
 
 
 def test_websocket_requests_are_answered_and_not_logged(server: Live, caplog: pytest.LogCaptureFixture) -> None:
-    asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    assert server.http.get("/health", headers=asked).status_code == 200
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    assert server.http.get("/health", headers=headers).status_code == 200
     assert not caplog.records
 
 
@@ -138,16 +138,16 @@ def test_a_request_is_logged_in_one_line_without_its_text(caplog: pytest.LogCapt
     with live() as server:
         body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         answer = server.http.post(COMPLETIONS, json=body).json()
-    [said] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ")]
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     usage, timings = answer["usage"], answer["timings"]
-    assert f"to model {NAME} finished: {usage['prompt_tokens']} prompt tokens (0 cached), 30 tokens" in said
-    assert f"{timings['draft_n_accepted']} of {timings['draft_n']} drafts accepted" in said
-    assert PROMPT not in said
-    assert answer["choices"][0]["text"] not in said
+    assert f"to model {NAME} finished: {usage['prompt_tokens']} prompt tokens (0 cached), 30 tokens" in line
+    assert f"{timings['draft_n_accepted']} of {timings['draft_n']} drafts accepted" in line
+    assert PROMPT not in line
+    assert answer["choices"][0]["text"] not in line
     caplog.clear()
     with live(settings=wide(log_requests=False)) as server:
         server.http.post(COMPLETIONS, json=body)
-    assert not [each for each in caplog.records if each.getMessage().startswith("request ")]
+    assert not [record for record in caplog.records if record.getMessage().startswith("request ")]
 
 
 def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
@@ -171,7 +171,7 @@ def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
             server.until(lambda: samples(server)["eagle:kv_bytes"] > 0)
             now = samples(server)
             assert now["eagle:kv_bytes"] + now["eagle:prefix_cache_bytes"] <= allowed
-        texts = {each["text"] for each in server.http.post(COMPLETIONS, json=body).json()["choices"]}
+        texts = {choice["text"] for choice in server.http.post(COMPLETIONS, json=body).json()["choices"]}
         assert len(texts) == 1  # one after the other, since two do not fit
         server.until(lambda: server.idle)
         assert 0 < samples(server)["eagle:prefix_cache_bytes"] <= allowed
@@ -203,8 +203,8 @@ def test_the_depth_follows_the_limits_of_requests(server: Live) -> None:
     name = "vllm:spec_decode_num_draft_tokens_total"
     assert now[name] == before[name]
     body["num_speculative_tokens"] = 1
-    said = server.http.post(COMPLETIONS, json=body).json()["metrics"]["speculative_decoding"]
-    assert said["num_draft_tokens"] == said["num_spec_steps"] > 0
+    counts = server.http.post(COMPLETIONS, json=body).json()["metrics"]["speculative_decoding"]
+    assert counts["num_draft_tokens"] == counts["num_spec_steps"] > 0
 
 
 def test_text_to_tokens_and_back(server: Live) -> None:
@@ -215,5 +215,5 @@ def test_text_to_tokens_and_back(server: Live) -> None:
         assert server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
     count = server.http.post("/tokenize", json={"messages": messages}).json()["count"]
-    asked = {"messages": messages, "max_tokens": 1}
-    assert server.http.post("/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens"] == count
+    fields = {"messages": messages, "max_tokens": 1}
+    assert server.http.post("/v1/chat/completions", json=fields).json()["usage"]["prompt_tokens"] == count

@@ -25,11 +25,11 @@ from tests.serve.chat.formats import WEATHER
 USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 
-def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def streamed(server: Live, fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the message that the chunks build, and its finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reason = ""
-    for chunk in server.openai.chat.completions.create(**asked, stream=True):
+    for chunk in server.openai.chat.completions.create(**fields, stream=True):
         delta = chunk.choices[0].delta.model_dump()
         message["content"] += delta["content"] or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
@@ -45,7 +45,7 @@ def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_required_call_is_made(caller: Live, choice: Any) -> None:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": NAME,
         "messages": USER,
         "tools": [WEATHER],
@@ -54,14 +54,14 @@ def test_a_required_call_is_made(caller: Live, choice: Any) -> None:
         "max_tokens": 300,
         "seed": 5,
     }
-    answer = caller.openai.chat.completions.create(**asked).choices[0]
+    answer = caller.openai.chat.completions.create(**fields).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
     calls: Any = answer.message.tool_calls
     assert len(calls) == 1
     assert calls[0].function.name == "get_weather"
     assert set(json.loads(calls[0].function.arguments)) >= set(WEATHER["function"]["parameters"]["required"])
-    message, reason = streamed(caller, asked)
+    message, reason = streamed(caller, fields)
     assert reason == "tool_calls"
     assert message["content"] == ""
     assert [made["function"] for made in message["tool_calls"]] == [made.function.model_dump() for made in calls]
@@ -74,21 +74,21 @@ def test_a_required_call_is_made(caller: Live, choice: Any) -> None:
 
 
 def test_reasoning_is_returned_separately(thinker: Live) -> None:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": NAME,
         "messages": USER,
         "max_tokens": 60,
         "seed": 3,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
     }
-    thinking = thinker.openai.chat.completions.create(**asked).choices[0]
+    thinking = thinker.openai.chat.completions.create(**fields).choices[0]
     assert thinking.message.reasoning_content  # type: ignore[attr-defined]
     assert not thinking.message.content
-    message, reason = streamed(thinker, asked)
+    message, reason = streamed(thinker, fields)
     assert message["reasoning_content"] == thinking.message.reasoning_content  # type: ignore[attr-defined]
     assert reason == thinking.finish_reason == "length"
-    asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
-    plain = thinker.openai.chat.completions.create(**asked).choices[0].message
+    fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    plain = thinker.openai.chat.completions.create(**fields).choices[0].message
     assert plain.content
     assert not hasattr(plain, "reasoning_content")
 
@@ -102,8 +102,8 @@ def test_an_unsupported_schema_fails_only_its_own_request(thinker: Live) -> None
     answer = thinker.http.post("/v1/chat/completions", json={"messages": USER, "response_format": form})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
-    asked = {"messages": USER, "max_tokens": 3}
-    assert thinker.http.post("/v1/chat/completions", json=asked).status_code == 200
+    fields = {"messages": USER, "max_tokens": 3}
+    assert thinker.http.post("/v1/chat/completions", json=fields).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +132,14 @@ def told(server: Live, dialect: Dialect, body: dict[str, Any]) -> list[Answer]:
 
 def asking(dialect: Dialect, text: str, **function: Any) -> dict[str, Any]:
     """Return a question in an API's format, with one tool that the model may call or not."""
-    asked = dialect.body(Question((("user", text),), max_tokens=200))
+    fields = dialect.body(Question((("user", text),), max_tokens=200))
     tool = {**WEATHER["function"], **function}
     if dialect is CHAT:
-        return asked | {"tools": [{"type": "function", "function": tool}]}
+        return fields | {"tools": [{"type": "function", "function": tool}]}
     if dialect is RESPONSES:
-        return asked | {"tools": [{"type": "function", **tool}]}
+        return fields | {"tools": [{"type": "function", **tool}]}
     tool["input_schema"] = tool.pop("parameters")
-    return asked | {"tools": [tool]}
+    return fields | {"tools": [tool]}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
@@ -147,8 +147,8 @@ def test_auto_makes_at_most_one_call_if_parallel_calls_are_off(talker: Live, dia
     body = asking(dialect, "two")
     for answer in told(talker, dialect, body):
         assert [name for name, _ in answer.calls] == ["get_weather"] * 2
-    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    body |= one if dialect is MESSAGES else {"parallel_tool_calls": False}
+    at_most_one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    body |= at_most_one if dialect is MESSAGES else {"parallel_tool_calls": False}
     for answer in told(talker, dialect, body):
         assert [json.loads(given) for _, given in answer.calls] == [{"city": "Rome", "days": 3}]
         assert answer.text == "Let me see."
@@ -255,11 +255,11 @@ def test_an_enforced_call_that_was_cut_short_is_returned_in_part(writer: Live, d
         assert len(given) > 50
         assert len(pieces) > 1
         if dialect is MESSAGES:
-            asked: Any = {**body, "model": NAME, "extra_body": {"temperature": 0}}
-            del asked["temperature"]
+            fields: Any = {**body, "model": NAME, "extra_body": {"temperature": 0}}
+            del fields["temperature"]
             with (
                 anthropic.Anthropic(base_url=writer.base, api_key="none", max_retries=0) as client,
-                client.messages.stream(**asked) as stream,
+                client.messages.stream(**fields) as stream,
             ):
                 block: Any = stream.get_final_message().content[0]
             assert block.input == whole["content"][0]["input"] == {}
@@ -334,11 +334,11 @@ def test_allowed_tools_are_the_only_ones(caller: Live, dialect: Dialect) -> None
     for mode in ("required", "auto"):
         subset: dict[str, Any] = {"mode": mode, "tools": [named]}
         choice = {"type": "allowed_tools", **({"allowed_tools": subset} if dialect is CHAT else subset)}
-        asked = body | {"tools": [*body["tools"], other], "tool_choice": choice, "seed": 5}
-        answer = dialect.whole(caller.http.post(dialect.path, json=asked).raise_for_status().json())
+        fields = body | {"tools": [*body["tools"], other], "tool_choice": choice, "seed": 5}
+        answer = dialect.whole(caller.http.post(dialect.path, json=fields).raise_for_status().json())
         assert {name for name, _ in answer.calls} <= {"other"}
         assert answer.calls or mode == "auto"
-    wrong = json.loads(json.dumps(asked).replace('"other"', '"neither"', 1)) | {"tool_choice": choice}
+    wrong = json.loads(json.dumps(fields).replace('"other"', '"neither"', 1)) | {"tool_choice": choice}
     assert caller.http.post(dialect.path, json=wrong).status_code == 400
 
 
