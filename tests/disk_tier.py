@@ -92,16 +92,16 @@ def written(by: em.Engine) -> None:
 def _kept(kind: str, drafts: str, block: int) -> tuple[tempfile.TemporaryDirectory[str], list[int]]:
     folder = tempfile.TemporaryDirectory()
     first = engine(Path(folder.name), kind, drafts)
-    said = answered(first, TEXT, ends=(SYSTEM,)).tokens
+    tokens = answered(first, TEXT, ends=(SYSTEM,)).tokens
     written(first)
-    return folder, said
+    return folder, tokens
 
 
 def with_text(folder: Path, kind: str = "full", drafts: str = "none") -> list[int]:
     """Copy the files of an engine that has generated from TEXT to a folder; return its tokens."""
-    kept, said = _kept(kind, drafts, snapshot_file.BLOCK)
+    kept, tokens = _kept(kind, drafts, snapshot_file.BLOCK)
     shutil.copytree(kept.name, folder, dirs_exist_ok=True)
-    return said
+    return tokens
 
 
 def blocks(folder: Path) -> list[Path]:

@@ -57,8 +57,8 @@ class Hub:
             held.clear()
         self.refuse_commits, self.refuse_large, self.keep_apart = False, False, True
 
-    def put(self, repo: str, files: dict[str, bytes], **how: Any) -> None:
-        self.repos[repo] = Repo(files=files, commits=["first"], **how)
+    def put(self, repo: str, files: dict[str, bytes], **access: Any) -> None:
+        self.repos[repo] = Repo(files=files, commits=["first"], **access)
 
     def created(self) -> list[str]:
         return [request for request in self.requests if request == "POST /api/repos/create"]
@@ -114,13 +114,13 @@ def _add_making(app: FastAPI, hub: Hub) -> None:
 
     @app.post("/api/repos/create")
     async def create(request: Request) -> Response:
-        asked = await request.json()
-        name = f"{asked['organization']}/{asked['name']}"
-        if (refused := _writer(request, asked["organization"])) is not None:
+        fields = await request.json()
+        name = f"{fields['organization']}/{fields['name']}"
+        if (refused := _writer(request, fields["organization"])) is not None:
             return refused
         if name in hub.repos:
             return _refuse(409, "You already created this model repo")
-        hub.repos[name] = Repo(asked.get("visibility") == "private", files={".gitattributes": b"*.bin filter=lfs\n"})
+        hub.repos[name] = Repo(fields.get("visibility") == "private", files={".gitattributes": b"*.bin filter=lfs\n"})
         return JSONResponse({"url": f"{hub.base}/{name}"})
 
 
@@ -142,9 +142,10 @@ def _add_filling(app: FastAPI, hub: Hub) -> None:
 
     @app.post("/{owner}/{name}.git/info/lfs/objects/batch")
     async def batch(request: Request) -> Response:
-        asked = (await request.json())["objects"]
+        listed = (await request.json())["objects"]
         objects = [
-            {**one, "actions": {"upload": {"href": f"{hub.base}/lfs/{one['oid']}", "header": {}}}} for one in asked
+            {**stored, "actions": {"upload": {"href": f"{hub.base}/lfs/{stored['oid']}", "header": {}}}}
+            for stored in listed
         ]
         return JSONResponse({"transfer": "basic", "objects": objects})
 

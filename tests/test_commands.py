@@ -96,9 +96,9 @@ def test_every_command_says_its_version(command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_one_line_with_the_command_for_help(command: str) -> None:
-    said = refused(command, "--no-such-flag", "1")
-    assert said.startswith("there is no flag --no-such-flag")
-    assert said.endswith(f"(help: {command} --help)")
+    message = refused(command, "--no-such-flag", "1")
+    assert message.startswith("there is no flag --no-such-flag")
+    assert message.endswith(f"(help: {command} --help)")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ DECODING = [
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "said"),
+    ("command", "given", "reason"),
     [
         *(("eagle-serve", given, said) for given, said in DECODING),
         *(("eagle-generate", f"prompt {given}", said) for given, said in DECODING),
@@ -210,8 +210,8 @@ DECODING = [
         ("eagle-train", "--target x --eval-depth 0", "--eval-depth must be between 1 and 20, not 0"),
     ],
 )
-def test_numbers_out_of_range_are_refused_before_anything_is_loaded(command: str, given: str, said: str) -> None:
-    assert refused(command, *given.split()).startswith(said)
+def test_numbers_out_of_range_are_refused_before_anything_is_loaded(command: str, given: str, reason: str) -> None:
+    assert refused(command, *given.split()).startswith(reason)
 
 
 FOLDER, FILE = ("taken", "taken/new"), (".", "taken/new.x")

@@ -22,10 +22,10 @@ sys.exit({})
 """
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [("", 0, "no\n"), ("3", 3, "no\n"), ("'why'", 1, "no\nwhy\n")])
-def test_output_folder_environment_and_exit_code(end: str, code: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "code", "reason"), [("", 0, "no\n"), ("3", 3, "no\n"), ("'why'", 1, "no\nwhy\n")])
+def test_output_folder_environment_and_exit_code(end: str, code: int, reason: str, tmp_path: Path) -> None:
     fork = Fork("-c", SAYS.format(end), "x", cwd=tmp_path, env={**os.environ, "A": "b"})
-    assert fork.communicate(60) == (f"['-c', 'x'] {tmp_path} b\nat the end\n", said)
+    assert fork.communicate(60) == (f"['-c', 'x'] {tmp_path} b\nat the end\n", reason)
     assert fork.returncode == fork.poll() == code
 
 

@@ -198,7 +198,7 @@ def test_scripts_import_no_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "said"),
+    ("path", "source", "reason"),
     [
         ("eagle_mlx/engine/engine.py", "from eagle_mlx.train import loop", "the library imports"),
         ("eagle_mlx/engine/engine.py", "import eagle_mlx.serve.bench", "the library imports"),
@@ -224,8 +224,8 @@ def test_scripts_import_no_command_line() -> None:
         ("train/step.py", "from eagle_mlx.cpu.shortcuts import use_shortcuts", "what its __init__ offers"),
     ],
 )
-def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
-    assert any(said in breach for breach in breaches(Path(path), source))
+def test_a_breach_is_noticed(path: str, source: str, reason: str) -> None:
+    assert any(reason in breach for breach in breaches(Path(path), source))
 
 
 @pytest.mark.parametrize(

@@ -79,29 +79,29 @@ def report(folder: Path) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::eagle_mlx.errors.HeadWarning")  # a random head
 def test_the_figures_are_those_of_the_modes_they_are_named_for(real: Callable[..., int], tmp_path: Path) -> None:
     assert real() == 0
-    said = report(tmp_path)
-    runs = {(run["mode"], run["policy"], run["depth"], run["nodes"]): run for run in said["runs"]}
-    baseline = next(run for run in said["runs"] if run["mode"] == "mlx-lm")
+    figures = report(tmp_path)
+    runs = {(run["mode"], run["policy"], run["depth"], run["nodes"]): run for run in figures["runs"]}
+    baseline = next(run for run in figures["runs"] if run["mode"] == "mlx-lm")
 
     def speedup(mode: str, policy: str, trees: bool) -> float:
         kind = [run for run in runs.values() if (run["mode"], run["policy"]) == (mode, policy)]
         rates = [run["tokens_per_second"] for run in kind if bool(run["nodes"]) == trees]
         return float(max(rates)) / float(baseline["tokens_per_second"])
 
-    assert said["speedup"] == pytest.approx(speedup("hybrid", "throughput", False))
-    assert said["speedup_head"] == pytest.approx(speedup("eagle", "throughput", False))
-    assert said["speedup_chain"] == pytest.approx(speedup("eagle", "fixed", False))
-    assert said["speedup_tree"] == pytest.approx(speedup("eagle", "fixed", True))
-    assert said["speedup_ngram"] == pytest.approx(speedup("ngram", "throughput", False))
-    assert said["speedup_again"] == pytest.approx(speedup("again", "throughput", False))
+    assert figures["speedup"] == pytest.approx(speedup("hybrid", "throughput", False))
+    assert figures["speedup_head"] == pytest.approx(speedup("eagle", "throughput", False))
+    assert figures["speedup_chain"] == pytest.approx(speedup("eagle", "fixed", False))
+    assert figures["speedup_tree"] == pytest.approx(speedup("eagle", "fixed", True))
+    assert figures["speedup_ngram"] == pytest.approx(speedup("ngram", "throughput", False))
+    assert figures["speedup_again"] == pytest.approx(speedup("again", "throughput", False))
     chain = runs["eagle", "fixed", 4, 0]
     by_category = {each["name"]: each["acceptance_length"] for each in chain["by_category"]}
     assert set(by_category) == {"writing", "qa"}
     kept = {name: tau for name, tau in by_category.items() if tau is not None}
-    assert said["tau"] == {"overall": chain["acceptance_length"], **kept}
-    assert said["identical"] is True
-    assert said["excused"] == sum(run["excused"] for run in runs.values())
-    assert {run["prompts"] + said["left_out_looping"] for run in runs.values()} <= {2, 3}
+    assert figures["tau"] == {"overall": chain["acceptance_length"], **kept}
+    assert figures["identical"] is True
+    assert figures["excused"] == sum(run["excused"] for run in runs.values())
+    assert {run["prompts"] + figures["left_out_looping"] for run in runs.values()} <= {2, 3}
     assert "plain" in {run["mode"] for run in runs.values()}
     assert (tmp_path / "real" / "summary.png").read_bytes().startswith(b"\x89PNG")
 
@@ -110,10 +110,10 @@ def test_without_a_head_its_figures_are_absent(
     real: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert real(head="none") == 0
-    said = report(tmp_path)
-    assert not HEAD_KEYS & said.keys()
-    assert said["speedup_ngram"] > 0
-    assert {run["mode"] for run in said["runs"]} == {"mlx-lm", "plain", "ngram", "again"}
+    figures = report(tmp_path)
+    assert not HEAD_KEYS & figures.keys()
+    assert figures["speedup_ngram"] > 0
+    assert {run["mode"] for run in figures["runs"]} == {"mlx-lm", "plain", "ngram", "again"}
     assert "no head: its modes are left out" in capsys.readouterr().out
     assert (tmp_path / "real" / "summary.png").is_file()
 
@@ -163,7 +163,7 @@ def test_a_text_that_differs_and_a_category_that_loops_are_told(script: ModuleTy
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "reason"),
     [
         ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl: the prompts cannot be read"),
         ({"head": "nowhere"}, "nowhere holds no head"),
@@ -177,13 +177,13 @@ def test_what_is_missing_is_named_and_nothing_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: dict[str, object],
-    said: str,
+    reason: str,
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert real(**flags) == 2
     err = capsys.readouterr().err
     assert "error: " in err
-    assert said in err
+    assert reason in err
     assert not (tmp_path / "real").exists()
 
 

@@ -44,9 +44,9 @@ def test_regenerate_collect_inspect(
         "64",
     ]
     assert cli.main([*argv, "--aux-layers", "0,2"]) == 0
-    said = capsys.readouterr()
-    assert said.err.startswith("blas: ")
-    assert "6 conversations" in said.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith("blas: ")
+    assert "6 conversations" in printed.out
     reader = ShardReader(shards)
     assert (len(reader), reader.meta.aux_layers, reader.meta.hidden_size) == (6, (0, 2), 32)
 
@@ -131,9 +131,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["--help"])
     assert stop.value.code == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert all(
-        word in said for word in ("examples:", "builtin:python", '"messages"', "regenerate", "collect", "inspect")
+        word in printed for word in ("examples:", "builtin:python", '"messages"', "regenerate", "collect", "inspect")
     )
 
 

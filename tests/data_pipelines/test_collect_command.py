@@ -62,16 +62,16 @@ def test_the_same_command_goes_on(
     command: list[str], tmp_path: Path, stop: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(command) == 130
-    said = capsys.readouterr().err
-    assert "interrupted; 1 of 3 shards are kept, and the same command continues from there" in said
+    printed = capsys.readouterr().err
+    assert "interrupted; 1 of 3 shards are kept, and the same command continues from there" in printed
     assert cli.main(["inspect", str(tmp_path / "s.unfinished")]) == 2
     stop.undo()
     assert cli.main([*command, "--bits", "8"]) == 2
     assert "something else (bits: 16 there, 8 now)" in capsys.readouterr().err
     assert cli.main(command) == 0
-    said = capsys.readouterr().out
-    assert "1 of 3 shards are complete and are kept" in said
-    assert "in 16 bits; " in said
+    printed = capsys.readouterr().out
+    assert "1 of 3 shards are complete and are kept" in printed
+    assert "in 16 bits; " in printed
     ShardReader(tmp_path / "s").verify()
     assert not unfinished_folder(tmp_path / "s").exists()
 
@@ -110,13 +110,13 @@ def test_collect_and_inspect_say_what_the_template_leaves_out(
     command: list[str], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-    asked = [{"role": "user", "content": "Warm?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages = [{"role": "user", "content": "Warm?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with (tmp_path / "chats.jsonl").open("a") as file:
-        file.writelines(json.dumps({"messages": asked}) + "\n" for _ in range(12))
+        file.writelines(json.dumps({"messages": messages}) + "\n" for _ in range(12))
     for argv in (command, ["inspect", str(tmp_path / "chats.jsonl"), "--target", target, "--limit", "1"]):
         assert cli.main(argv) == 0
-        said = capsys.readouterr().out
-        assert "the chat template of " in said
-        assert "tiny does not render tool calls: 12 conversations affected" in said
-        assert "answers that render as nothing: 12 conversations skipped" in said
+        printed = capsys.readouterr().out
+        assert "the chat template of " in printed
+        assert "tiny does not render tool calls: 12 conversations affected" in printed
+        assert "answers that render as nothing: 12 conversations skipped" in printed
     assert len(ShardReader(tmp_path / "s")) == 40

@@ -45,7 +45,7 @@ def test_a_row_comes_back_as_it_was(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "reason"),
     [
         ({"question": 1, "answer": 2}, r"f:3: the row's keys \(question, answer\) have no known shape.*\n.*messages"),
         ({}, r"f:3: the row's keys \(none\)"),
@@ -60,8 +60,8 @@ def test_a_row_comes_back_as_it_was(row: dict[str, Any]) -> None:
         ({"prompt": 3}, "f:3: the prompt must be a non-empty list"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
         parse_row(row, "f:3")
 
 

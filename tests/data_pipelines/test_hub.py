@@ -60,7 +60,7 @@ def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (
             OSError("Not enough disk space. Needed: 3 TB"),
@@ -73,13 +73,13 @@ def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple
     ],
 )
 def test_what_the_library_cannot_do_is_said_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def load(path: str, /, **options: Any) -> Any:
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=reason):
         read("you/set")
 
 

@@ -152,10 +152,10 @@ def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes
 
 def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_path: Path) -> None:
     """Running tries are finished and kept; a first batch always starts."""
-    asked: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     def enough(made: int, coming: int) -> bool:
-        asked.append((made, coming))
+        calls.append((made, coming))
         return True
 
     path = tmp_path / "a.jsonl"
@@ -163,8 +163,8 @@ def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_pat
     assert whole.startswith(path.read_bytes())
     assert report.tries == 3
     assert report.tries - report.failed == len(path.read_bytes().splitlines()) > 0
-    assert asked[0] == (0, 0)
-    assert max(coming for _, coming in asked) > 0
+    assert calls[0] == (0, 0)
+    assert max(coming for _, coming in calls) > 0
 
 
 def test_running_tries_stop_when_the_time_is_over(target: Target, whole: bytes, tmp_path: Path) -> None:
@@ -300,13 +300,13 @@ def test_a_template_that_cannot_be_opened_is_named(template: str, why: str) -> N
 def test_the_place_of_the_user_has_all_in_front_of_it_and_what_ends_it() -> None:
     tokenizer = tiny_target(tokenizer=True).tokenizer
     assert tokenizer is not None
-    said = [Message("user", "first words"), Message("assistant", "an answer")]
-    place = find_user_place(tokenizer, said, "M")
+    messages = [Message("user", "first words"), Message("assistant", "an answer")]
+    place = find_user_place(tokenizer, messages, "M")
     shown = tokenizer.decode(list(place.tokens))
     assert "first words" in shown
     assert "an answer" in shown
     whole = tokenizer.apply_chat_template(
-        [*(m.as_dict() for m in said), {"role": "user", "content": "zzz"}], tokenize=False
+        [*(m.as_dict() for m in messages), {"role": "user", "content": "zzz"}], tokenize=False
     )
     assert whole.startswith(shown + "zzz")
     assert place.stop_token_ids or place.stop
@@ -504,9 +504,9 @@ def test_the_command_goes_on_after_a_kill_and_tells_what_it_made(
     assert ended.returncode == -signal.SIGKILL, errors
     assert not out.exists()
     assert cli.main(killed) == 0
-    said = capsys.readouterr().out
-    assert "6 conversations of " in said
-    assert " tries, " in said
+    printed = capsys.readouterr().out
+    assert "6 conversations of " in printed
+    assert " tries, " in printed
     assert cli.main([*argv, "--output", str(straight), "--batch", "2"]) == 0
     assert out.read_bytes() == straight.read_bytes()
     assert cli.main([*argv, "--output", str(straight)]) == 2, "it is there already"

@@ -52,7 +52,7 @@ def test_thoughts_and_calls_have_names_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "fields", "said"),
+    ("row", "fields", "reason"),
     [
         ({"a": 1}, "prompt=q", "f:3: no field `q`, which --map names as the prompt; the row's fields are: a"),
         ({"q": None}, "prompt=q", "f:3: no field `q`"),
@@ -63,13 +63,13 @@ def test_thoughts_and_calls_have_names_too() -> None:
         ({"chat": 3}, "messages=chat", "must be a non-empty list of messages"),
     ],
 )
-def test_a_row_that_does_not_fit_its_map_is_named(row: dict[str, Any], fields: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_row_that_does_not_fit_its_map_is_named(row: dict[str, Any], fields: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
         parse_row(row, "f:3", FieldMap.parse(fields))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("role", "not of the form FIELD=NAME"),
         ("role=", "not of the form FIELD=NAME"),
@@ -80,8 +80,8 @@ def test_a_row_that_does_not_fit_its_map_is_named(row: dict[str, Any], fields: s
         ("completion=a", "needs a prompt"),
     ],
 )
-def test_a_map_that_cannot_be_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_map_that_cannot_be_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         FieldMap.parse(text)
 
 

@@ -24,8 +24,8 @@ def test_conversations_are_made_and_answered_alike(shard: str, architecture: str
     make = ["make", *target, "--rows", "5", "--max-tokens", "8", "--user-tokens", "40", "--batch", "3"]
     assert cli.main([*make, "--output", str(made)]) == 0
     if FULL or shard == "tensor":
-        [said, nothing] = printed(2, tmp_path, MODULE, *make, "--output", str(shared), "--shard", shard)
-        assert "5 conversations of " in said
+        [printed_text, nothing] = printed(2, tmp_path, MODULE, *make, "--output", str(shared), "--shard", shard)
+        assert "5 conversations of " in printed_text
         assert nothing == ""
         assert shared.read_bytes() == made.read_bytes()
     if shard == "tensor":
@@ -45,8 +45,8 @@ def test_conversations_are_made_and_answered_alike(shard: str, architecture: str
 @pytest.mark.skipif(not FULL, reason="tests/eagle_mlx/test_ranks.py has the refusal; this is its command")
 def test_layers_of_other_machines_are_not_captured(tmp_path: Path) -> None:
     target, data = talking_target_folder(tmp_path / "target", architecture="qwen2"), tmp_path / "data.jsonl"
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]
-    data.write_text(json.dumps({"messages": said}) + "\n")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
     out = tmp_path / "shards"
     flags = ["collect", "--target", str(target), "--data", str(data), "--split", "all", "--output", str(out)]
     processes = start(2, tmp_path, MODULE, *flags, "--max-length", "64", "--shard", "pipeline")

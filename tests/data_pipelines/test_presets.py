@@ -132,6 +132,6 @@ def test_a_row_that_is_not_the_sets_own_is_an_error(tmp_path: Path) -> None:
 
 def test_the_list_holds_ids_contents_and_licenses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, preset in PRESETS.items():
-        assert all(text in said for text in (f"{name}:", preset["id"], preset["holds"], preset["license"]))
+        assert all(text in printed for text in (f"{name}:", preset["id"], preset["holds"], preset["license"]))

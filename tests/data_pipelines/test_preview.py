@@ -44,16 +44,16 @@ def test_inspect_shows_some_and_measures_more(target: str, tmp_path: Path, capsy
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
     argv = ["inspect", str(path), "--map", "prompt=q,completion=a", "--dedupe", "prompt", "--limit", "2"]
     assert cli.main([*argv, "--target", target]) == 0
-    said = capsys.readouterr().out
-    assert said.count("⟦it is") == 2
-    assert "8 conversations read; left out: 1 as duplicates" in said
-    assert "8 conversations, lengths in tokens:" in said
-    assert "tokens to learn (" in said
+    printed = capsys.readouterr().out
+    assert printed.count("⟦it is") == 2
+    assert "8 conversations read; left out: 1 as duplicates" in printed
+    assert "8 conversations, lengths in tokens:" in printed
+    assert "tokens to learn (" in printed
 
     assert cli.main([*argv, "--histogram", "0"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("[assistant] it is") == 2
-    assert "lengths" not in said
+    printed = capsys.readouterr().out
+    assert printed.count("[assistant] it is") == 2
+    assert "lengths" not in printed
 
 
 def test_prompts_alone_and_tools_can_be_looked_at(

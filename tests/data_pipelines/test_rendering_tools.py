@@ -104,7 +104,7 @@ def test_a_prompt_ends_where_the_assistant_is_to_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "reason"),
     [
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": "f()"}]},
@@ -117,8 +117,8 @@ def test_a_prompt_ends_where_the_assistant_is_to_answer() -> None:
         ({"prompt": "a", "tools": "none"}, "x:1: `tools` must be a list of objects, or a JSON string of one"),
     ],
 )
-def test_calls_and_tools_that_cannot_be_are_refused(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_calls_and_tools_that_cannot_be_are_refused(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
         parse_row(row, "x:1")
 
 

@@ -137,15 +137,15 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
 
 def test_what_differs_is_said(tmp_path: Path) -> None:
     same: dict[str, Any] = {"target": TARGET, "aux_layers": AUX, "samples": conversations(60), "batch_tokens": 64}
-    others = [(ShardCapture(**{**same, "tokens_per_shard": 100, **change}), said) for change, said in DIFFERENT]
+    others = [(ShardCapture(**{**same, "tokens_per_shard": 100, **change}), reason) for change, reason in DIFFERENT]
     interrupt(plan(), tmp_path / "s")
-    for other, said in others:
-        with pytest.raises(OutputError, match=rf"something else \({said}"):
+    for other, reason in others:
+        with pytest.raises(OutputError, match=rf"something else \({reason}"):
             other.open(tmp_path / "s").__enter__()
     with plan().open(tmp_path / "s") as shards:
         plan().run(shards)
-    for other, said in others:
-        with pytest.raises(OutputError, match=rf"something else \({said}"):
+    for other, reason in others:
+        with pytest.raises(OutputError, match=rf"something else \({reason}"):
             other.open(tmp_path / "s", resume=True).__enter__()
 
 

@@ -31,8 +31,8 @@ def write(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def read(spec: str, split: Any = "all", **how: Any) -> list[Conversation]:
-    return list(read_conversations(DataConfig((spec,), **{"seed": None, **how}), split))
+def read(spec: str, split: Any = "all", **options: Any) -> list[Conversation]:
+    return list(read_conversations(DataConfig((spec,), **{"seed": None, **options}), split))
 
 
 def said(conversations: list[Conversation]) -> list[str | None]:
@@ -177,10 +177,10 @@ def test_the_only_prompt_of_a_file_is_trained_on(tmp_path: Path) -> None:
 
 def test_the_seed_fixes_the_order_and_the_limit_cuts_it(tmp_path: Path) -> None:
     spec = write(tmp_path / "x.jsonl", *(json.dumps({"text": f"{n}"}) for n in range(50)))
-    one, two = said(read(spec, seed=1)), said(read(spec, seed=2))
-    assert one == said(read(spec, seed=1)) != two
-    assert sorted(map(str, one)) == sorted(map(str, two))
-    assert said(read(spec, seed=1, limit=7)) == one[:7]
+    first, second = said(read(spec, seed=1)), said(read(spec, seed=2))
+    assert first == said(read(spec, seed=1)) != second
+    assert sorted(map(str, first)) == sorted(map(str, second))
+    assert said(read(spec, seed=1, limit=7)) == first[:7]
 
 
 def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,14 +73,14 @@ def test_answers_are_continued_with_the_same_target_alone(
         interrupt_after(2, KeyboardInterrupt, patch)
         assert cli.main([*argv, "--adapter-path", adapters]) == 130
     assert isinstance(capsys, pytest.CaptureFixture)
-    for more, said in (
+    for more, reason in (
         ([], "was started with target "),
         (["--adapter-path", adapters, "--extra-eos-token", "7"], "was started with target_eos_tokens"),
         (["--adapter-path", adapters, "--chat-template-args", '{"short": true}'], "with target_template_args {}, not"),
     ):
         capsys.readouterr()
         assert cli.main([*argv, *more]) == 2
-        assert said in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
     assert cli.main([*argv, "--adapter-path", adapters]) == 0
     plain = tmp_path / "plain.jsonl"
     argv[argv.index("--output") + 1] = str(plain)

@@ -43,12 +43,14 @@ def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[
     return samples
 
 
-def write_all(folder: Path, samples: list[Example], meta: ShardMeta, tokens_per_shard: int = 4096, **how: Any) -> None:
+def write_all(
+    folder: Path, samples: list[Example], meta: ShardMeta, tokens_per_shard: int = 4096, **options: Any
+) -> None:
     """Write shards of at least `tokens_per_shard` tokens."""
-    with ShardWriter(folder, meta, {"samples": "these"}, **how) as writer:
+    with ShardWriter(folder, meta, {"samples": "these"}, **options) as writer:
         shard: list[Example] = []
-        for index, one in enumerate(samples, 1):
-            shard.append(one)
+        for index, example in enumerate(samples, 1):
+            shard.append(example)
             if index == len(samples) or sum(map(len, shard)) >= tokens_per_shard:
                 writer.write(len(writer.files), shard)
                 shard = []

@@ -100,10 +100,10 @@ def test_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int, exact
 
 
 def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0, exact: bool = False) -> None:
-    said: set[int] = set()
+    distinct: set[int] = set()
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
-        said |= {token for tokens, _ in plains for token in tokens}
+        distinct |= {token for tokens, _ in plains for token in tokens}
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
         policy = em.FixedPolicy(depth)
         engine = em.Engine(
@@ -120,7 +120,7 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0, exa
         differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
         assert differences == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10
-    assert len(said) > 5  # long enough to go wrong
+    assert len(distinct) > 5  # long enough to go wrong
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -30,13 +30,13 @@ def test_a_prompt_in_tiles_attends_as_in_one_call(
     seen = max(past) + length
     queries = mx.random.normal((len(past), heads[0], length, 16))
     keys, values = mx.random.normal((2, len(past), heads[1], seen, 16))
-    how = {"cache": cache[0], "scale": 0.3, "mask": cache.lengths.mask(length, window)}
+    options = {"cache": cache[0], "scale": 0.3, "mask": cache.lengths.mask(length, window)}
 
     def never(*args: object, **more: object) -> mx.array:
         raise AssertionError("not in one call")
 
-    output = tiled(never)(queries, keys, values, **how)  # type: ignore[arg-type]
-    assert mx.allclose(output, scaled_dot_product_attention(queries, keys, values, **how), atol=1e-5).item()
+    output = tiled(never)(queries, keys, values, **options)  # type: ignore[arg-type]
+    assert mx.allclose(output, scaled_dot_product_attention(queries, keys, values, **options), atol=1e-5).item()
 
 
 @pytest.mark.parametrize(

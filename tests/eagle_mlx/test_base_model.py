@@ -67,6 +67,6 @@ def test_a_models_card_is_fetched_with_it_and_no_request_follows(online: hub_ser
     assert names_of("renamed-4bit") == ("mlx-community/renamed-4bit",)
     assert online.requests == []
     hub.resolve("renamed-4bit")
-    asked = len(online.requests)
+    requests = len(online.requests)
     assert names_of("renamed-4bit") == ("mlx-community/renamed-4bit", "Qwen/Qwen3-8B")
-    assert len(online.requests) == asked
+    assert len(online.requests) == requests

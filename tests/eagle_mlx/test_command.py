@@ -65,7 +65,7 @@ def test_files_and_saved_runs_use_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reason"),
     [
         ({"max_rows": 0}, "^--max-rows must be at least 1, not 0$"),
         ({"max_rows": None}, "^--max-rows must be a whole number, not None$"),
@@ -78,21 +78,21 @@ def test_files_and_saved_runs_use_the_same_names() -> None:
         ({"max_row": 1}, "unknown setting 'max_row'; did you mean 'max_rows'"),
     ],
 )
-def test_invalid_values_name_the_flag(values: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_values_name_the_flag(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         Outer.of(place="x", **values)
 
 
 def test_the_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--max-rows N rows (default: 3)" in said
-    assert "--force do it" in said
-    assert "--no-force" not in said
-    assert "--keep, --no-keep whether it is kept (default: on)" in said
-    assert "--sizes N [N ...] sizes (default: 1)" in said
-    assert "inner: An inner group." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--max-rows N rows (default: 3)" in printed
+    assert "--force do it" in printed
+    assert "--no-force" not in printed
+    assert "--keep, --no-keep whether it is kept (default: on)" in printed
+    assert "--sizes N [N ...] sizes (default: 1)" in printed
+    assert "inner: An inner group." in printed
 
 
 def test_subcommands_run_with_their_own_settings() -> None:
@@ -107,7 +107,7 @@ def test_subcommands_run_with_their_own_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "reason"),
     [
         ("x --max-row 5", "there is no flag --max-row; did you mean --max-rows? (help: outer --help)"),
         ("x --max-row=5", "there is no flag --max-row; did you mean --max-rows? (help: outer --help)"),
@@ -122,8 +122,8 @@ def test_subcommands_run_with_their_own_settings() -> None:
         ("x --bits 5", "--bits must be one of 4, 8, not '5'"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_that_says_what_to_type(argv: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+def test_a_wrong_command_line_is_one_line_that_says_what_to_type(argv: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(reason)}$"):
         parsed(*argv.split())
 
 
@@ -135,12 +135,12 @@ def test_arguments_that_only_look_like_flags_are_taken() -> None:
 def test_subcommands_name_themselves_in_errors() -> None:
     commands = Subcommands(Parser(prog="both", usage="%(prog)s outer | inner"))
     commands.add("inner", Inner, lambda _: None, "the other")
-    for argv, said in (
+    for argv, reason in (
         (["inner", "--bit", "4"], "there is no flag --bit; did you mean --bits? (help: both inner --help)"),
         (["iner"], "COMMAND: invalid choice: 'iner' (choose from"),
         ([], "the following arguments are required: COMMAND (help: both --help)"),
     ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(reason)}"):
             commands.parse(argv)
 
 
@@ -152,7 +152,7 @@ def raising(error: BaseException) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize(
-    ("work", "code", "said"),
+    ("work", "code", "reason"),
     [
         (lambda: None, 0, ""),
         (lambda: 1, 1, ""),
@@ -164,11 +164,11 @@ def raising(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_all_commands_end_in_one_way(
-    work: Callable[[], int], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Callable[[], int], code: int, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout", None)  # so that the changes for a broken pipe are undone
     assert exit_code(work, "nothing is kept") == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == reason
 
 
 def test_a_signal_waits_until_a_deferred_block_checks() -> None:

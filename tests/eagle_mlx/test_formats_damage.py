@@ -143,8 +143,8 @@ def retype(file: Path, name: str, dtype: str) -> None:
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header[name]["dtype"] = dtype
-    said = json.dumps(header).encode()
-    file.write_bytes(len(said).to_bytes(8, "little") + said + raw[8 + size :])
+    content = json.dumps(header).encode()
+    file.write_bytes(len(content).to_bytes(8, "little") + content + raw[8 + size :])
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
@@ -258,19 +258,19 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
     """In weights of a head, in both kinds of files, and of a target."""
-    said = r"is a Git LFS pointer and not the weights; type git lfs pull in"
+    reason = r"is a Git LFS pointer and not the weights; type git lfs pull in"
     head = saved(tmp_path / "head")
     weights = head / "model.safetensors"
     weights.write_text(POINTER)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=reason):
         load_head(head, TARGET)
     weights.rename(head / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=reason):
         load_head(head, TARGET)
     target = tiny_target_folder(tmp_path / "target")
     for file in target.glob("*.safetensors"):
         file.write_text(POINTER)
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(TargetError, match=reason):
         load_target(target)
 
 

@@ -259,10 +259,10 @@ def test_a_layer_under_two_names(tmp_path: Path) -> None:
         load_head(tmp_path / "h")
 
 
-@pytest.mark.parametrize(("make", "how"), [(eagle, save_eagle), (eagle3, save_speculators)])
-def test_layouts_with_an_embedding_need_one(make: Any, how: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "save_head"), [(eagle, save_eagle), (eagle3, save_speculators)])
+def test_layouts_with_an_embedding_need_one(make: Any, save_head: Any, tmp_path: Path) -> None:
     with pytest.raises(HeadError, match="needs its target"):
-        how(make(TARGET), tmp_path / "h")
+        save_head(make(TARGET), tmp_path / "h")
     assert not (tmp_path / "h").exists()
 
 

@@ -123,8 +123,8 @@ def test_flags_and_their_tensors_in_both_layouts(
         plain = AROUND | {"lm_head.weight": (V, H)} | layer(prefix, 2 * H, **FIRST)
         plain |= {"embed_tokens.weight": (V, H)} if name == "speculators" else {}
         assert got.shapes == plain | wanted
-        said = {**got.config, **got.config.get("transformer_layer_config", {})}
-        assert {key: said[key] for key in flags} == flags
+        written_config = {**got.config, **got.config.get("transformer_layer_config", {})}
+        assert {key: written_config[key] for key in flags} == flags
 
 
 def test_a_head_narrower_than_its_target(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_head_narrower_than_its_target(tmp_path: Path) -> None:
 
 def test_eagle_3_for_speculators(tmp_path: Path) -> None:
     head = eagle3(TARGET, draft_vocab=VD)
-    how: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "depth": 5}
-    how["target_architectures"] = ["Qwen3ForCausalLM"]
-    got = write(save_speculators, head, tmp_path / "h", **how)
+    options: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "depth": 5}
+    options["target_architectures"] = ["Qwen3ForCausalLM"]
+    got = write(save_speculators, head, tmp_path / "h", **options)
     assert got.shapes == (
         AROUND
         | {"lm_head.weight": (VD, H), "embed_tokens.weight": (V, H), "d2t": (VD,), "t2d": (V,)}
@@ -201,10 +201,10 @@ def test_eagle_1_for_safeailab_and_sglang(bias: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_next"])
 def test_mtp_for_speculators(model: str, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "dtype": mx.float32}
-    how["target_architectures"] = ["Qwen3ForCausalLM"]
+    options: dict[str, Any] = {"target_name": "mlx/model-4bit", "base_model": "org/model", "dtype": mx.float32}
+    options["target_architectures"] = ["Qwen3ForCausalLM"]
     head = mtp(TARGET, model_type=model, norm_output=True)
-    got = write(save_speculators_mtp, head, tmp_path / "h", **how)
+    got = write(save_speculators_mtp, head, tmp_path / "h", **options)
     golden = json.loads((Path(__file__).parents[1] / "golden" / f"speculators-mtp-{model}.json").read_text())
     assert got.tensors.keys() == golden["tensors"].keys(), "the names that speculators itself writes"
     assert {name: len(shape) for name, shape in got.shapes.items()} == {

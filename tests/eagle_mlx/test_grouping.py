@@ -97,8 +97,8 @@ def test_rows_that_grow_unevenly_do_not_move_back_and_forth(lengths: list[int], 
 def test_weights_are_read_twice_if_padding_costs_more(long: int, expected: set[int]) -> None:
     """Seven rows of 256 and a long one: seven times the difference is padding, compared with the weights."""
     reads = RoundReads(fixed=7 * 2000, position=1)
-    asked = [Row(256, 300), *[Row(256, 300, 0)] * 6, Row(long, long + 100)]
-    assert set(arrange(asked, reads, SIZE, PLENTY)) == expected
+    waiting = [Row(256, 300), *[Row(256, 300, 0)] * 6, Row(long, long + 100)]
+    assert set(arrange(waiting, reads, SIZE, PLENTY)) == expected
 
 
 def test_groups_merge_later_than_they_split_by_the_cost_of_a_copy() -> None:
@@ -117,8 +117,8 @@ def test_windows_and_states_do_not_count() -> None:
     size = CacheSize(position=0, windows=((64, 1024),), row=4096)
     reads = RoundReads.of(target, head, size)
     assert reads.position == 0
-    asked = [Row(10, 20, 0)] * 7 + [Row(30_000, 30_100)]
-    assert arrange(asked, reads, size, PLENTY) == (0,) * 8
+    waiting = [Row(10, 20, 0)] * 7 + [Row(30_000, 30_100)]
+    assert arrange(waiting, reads, size, PLENTY) == (0,) * 8
     assert reads.fixed > RoundReads.of(target, None, size).fixed > target.weight_bytes
 
 
@@ -135,6 +135,6 @@ def test_memory_decides_if_one_group_does_not_fit() -> None:
     together, apart = most_slots(8, 8000), most_slots(7, 300) + most_slots(1, 8000)
     assert by_reach(reaches, SIZE, together) == (0,) * 8
     assert by_reach(reaches, SIZE, together - 1) == (*[0] * 7, 1)
-    asked = [Row(20, reach, 0) for reach in reaches]  # all rows are still short, and a second read costs more
-    assert arrange(asked, RoundReads(PLENTY, 1), SIZE, apart) in ((*[0] * 7, 1), (*[1] * 7, 0))
-    assert all(a == b for a, b in pairwise(arrange(asked, RoundReads(PLENTY, 1), SIZE, together)))
+    waiting = [Row(20, reach, 0) for reach in reaches]  # all rows are still short, and a second read costs more
+    assert arrange(waiting, RoundReads(PLENTY, 1), SIZE, apart) in ((*[0] * 7, 1), (*[1] * 7, 0))
+    assert all(a == b for a, b in pairwise(arrange(waiting, RoundReads(PLENTY, 1), SIZE, together)))

@@ -201,25 +201,27 @@ def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random
             prefix_cache_bytes=1 << 20,
         )
     )
-    asked: list[tuple[int, RequestState]] = []
+    submitted: list[tuple[int, RequestState]] = []
 
     def step() -> None:
         engine.step()
-        known = engine.snapshot().requests
-        assert len(set(known)) == len(known)
-        assert {row for _, row in asked if row.finish_reason is None} == {r for r in known if r.finish_reason is None}
+        current = engine.snapshot().requests
+        assert len(set(current)) == len(current)
+        assert {row for _, row in submitted if row.finish_reason is None} == {
+            r for r in current if r.finish_reason is None
+        }
 
     with steps_of(4):
         for event in events:
             if event == "submit":
                 which = random.randrange(len(PROMPTS))
                 params = replace(GREEDY, drafter=random.choice(DRAFTERS))
-                asked.append((which, engine.prepare(PROMPTS[which], params)))
-                engine.submit(asked[-1][1])
-            elif event == "cancel" and asked:
-                engine.cancel(random.choice(asked)[1])
-            elif event == "pause" and asked:
-                engine.pause(random.choice(asked)[1])
+                submitted.append((which, engine.prepare(PROMPTS[which], params)))
+                engine.submit(submitted[-1][1])
+            elif event == "cancel" and submitted:
+                engine.cancel(random.choice(submitted)[1])
+            elif event == "pause" and submitted:
+                engine.pause(random.choice(submitted)[1])
             elif event == "other costs":
                 grouped(engine, random.choice([ALWAYS, NEVER, RoundReads(10_000, 100)]))
             elif event == "other drafts":
@@ -228,7 +230,7 @@ def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random
             step()
         while not engine.idle:
             step()
-    for which, row in asked:
+    for which, row in submitted:
         assert row.tokens == ALONE[which][: len(row.tokens)]
         assert row.finish_reason in ("length", "cancelled")
 

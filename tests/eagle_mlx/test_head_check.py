@@ -50,12 +50,12 @@ def test_hidden_states_that_say_nothing_to_the_head(target: Target, monkeypatch:
     monkeypatch.setattr(head_check, "TOKENS", in_full(head_check.TOKENS, 32))
     head = shipped()
     head.fc.weight = head.fc.weight[:, ::-1]
-    said = head_warning(head, target)
-    assert said is not None
-    assert "layer ids in another convention or order (it reads the outputs of layers 1, 6, 10" in said
-    assert "norm_before_residual" in said
-    assert "another model, fine-tune or quantization" in said
-    assert "\n" not in said
+    warning = head_warning(head, target)
+    assert warning is not None
+    assert "layer ids in another convention or order (it reads the outputs of layers 1, 6, 10" in warning
+    assert "norm_before_residual" in warning
+    assert "another model, fine-tune or quantization" in warning
+    assert "\n" not in warning
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_is_said_of_a_trial(trial: HeadTrial, expected: str | None) -> None:
-    said = warning_of(trial)
-    assert (said is None) if expected is None else (said is not None and expected in said)
+    warning = warning_of(trial)
+    assert (warning is None) if expected is None else (warning is not None and expected in warning)
 
 
 @pytest.mark.usefixtures("_short")

@@ -312,8 +312,14 @@ def test_a_quantization_that_names_layers(tmp_path: Path) -> None:
 
     def change(config: Config, tensors: dict[str, mx.array]) -> None:
         names = [key.removesuffix(".scales") for key in tensors if key.endswith(".scales")]
-        how = {"group_size": 64, "bits": 4, "lm_head": {**BITS, "bits": 6}, "x": False, **dict.fromkeys(names, BITS)}
-        config.update(quantization=how, quantization_config=how)
+        quantization = {
+            "group_size": 64,
+            "bits": 4,
+            "lm_head": {**BITS, "bits": 6},
+            "x": False,
+            **dict.fromkeys(names, BITS),
+        }
+        config.update(quantization=quantization, quantization_config=quantization)
 
     assert difference("mlx-vlm-mtp-8-bits", mtp_head(written(tmp_path / "h", "mlx-vlm-mtp-8-bits", change))) < CLOSE
 

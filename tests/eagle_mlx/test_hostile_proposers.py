@@ -322,13 +322,13 @@ CHAIN_AND_TREE = pytest.mark.parametrize(
 def test_padding_that_leads_to_nan_is_not_read(policy: em.FixedPolicy) -> None:
     """Padding of drafts after their lengths, and of prompts that are read together."""
     texts = plain(poisoned([]), GREEDY)
-    said = {token for text in [*texts, *PROMPTS] for token in text}
-    assert 0 not in said
-    target = poisoned([token for token in range(128) if token not in said])
+    used = {token for text in [*texts, *PROMPTS] for token in text}
+    assert 0 not in used
+    target = poisoned([token for token in range(128) if token not in used])
 
     def spoil(draft: Draft) -> Draft:
         counts = mx.arange(draft.tokens.shape[1]) < draft.lengths[:, None]
-        right = mx.array(np.isin(np.array(draft.tokens), list(said)).all(axis=1))
+        right = mx.array(np.isin(np.array(draft.tokens), list(used)).all(axis=1))
         return replace(draft, tokens=mx.where(counts, draft.tokens, 0), lengths=mx.where(right, draft.lengths, 0))
 
     for seed in range(3):
@@ -342,8 +342,8 @@ def test_padding_that_leads_to_nan_is_not_read(policy: em.FixedPolicy) -> None:
 def test_a_rejected_draft_with_nan_logits_does_not_harm_its_row(policy: em.FixedPolicy, spread: bool) -> None:
     """`spread`: its cache entries are NaN too, as with attention that does not read masked entries."""
     target = tiny_target()
-    said = {token for text in ALONE[GREEDY] for token in text}
-    bad = next(token for token in range(128) if token not in said)
+    used = {token for text in ALONE[GREEDY] for token in text}
+    bad = next(token for token in range(128) if token not in used)
     base = type(target.model)
     spoilt: list[int] = []
 
@@ -429,8 +429,8 @@ def assert_nan_ends_its_rows_alone(outputs: Sequence[em.Output], texts: Sequence
 def test_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
     """Its keys affect earlier positions: masked attention multiplies them by 0. No cached prefix has them."""
     texts = plain(poisoned([]), params)
-    said = {token for text in [*texts, *PROMPTS] for token in text}
-    bad = next(token for token in range(1, 128) if token not in said)
+    used = {token for text in [*texts, *PROMPTS] for token in text}
+    bad = next(token for token in range(1, 128) if token not in used)
     rng = np.random.default_rng(2)
 
     def spoil(draft: Draft) -> Draft:

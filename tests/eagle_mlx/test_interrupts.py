@@ -161,11 +161,11 @@ def in_groups(drafts: str, policy: Policy, **settings: Any) -> Callable[[Path], 
 
 def with_files(kind: str, drafts: str) -> Scenario:
     """Two prompts that begin like a text that another engine has written to disk."""
-    said = disk_tier.with_text
+    fill = disk_tier.with_text
     prompts = [disk_tier.TEXT, [*disk_tier.TEXT[: disk_tier.SYSTEM], 5, 6, 7]]
 
     def make(folder: Path) -> em.Engine:
-        said(folder, kind, drafts)
+        fill(folder, kind, drafts)
         return disk_tier.engine(folder, kind, drafts)
 
     known = [(prompt, disk_tier.cold(tuple(prompt), kind, drafts)) for prompt in prompts]

@@ -123,11 +123,11 @@ def test_a_file_that_cannot_be_trusted_is_refused_by_name_and_replaced(
 ) -> None:
     path = write(tmp_path)
     damage(path)
-    said = list[str]()
-    memory, file = opened(tmp_path, say=said.append)
+    lines = list[str]()
+    memory, file = opened(tmp_path, say=lines.append)
     assert memory.nbytes == 0
-    assert said[0].startswith(f"{path} is not used, and replaced when there are new texts: ")
-    assert DAMAGE[damage] in said[0]
+    assert lines[0].startswith(f"{path} is not used, and replaced when there are new texts: ")
+    assert DAMAGE[damage] in lines[0]
     memory.add(TEXTS[0])
     file.close(30)
     assert remembered(tmp_path) == [True] + [False] * 39
@@ -146,12 +146,12 @@ def test_no_damage_of_any_byte_is_taken_for_texts(tmp_path: Path) -> None:
 def test_a_memory_goes_on_without_a_file_that_cannot_be_written_and_says_so_once(tmp_path: Path) -> None:
     path = write(tmp_path)
     make_folder(path)
-    said = list[str]()
-    memory, file = opened(tmp_path, say=said.append)
+    lines = list[str]()
+    memory, file = opened(tmp_path, say=lines.append)
     for text in TEXTS[:3]:
         memory.add(text)
         file.save()
-    assert [line for line in said if "cannot be written" in line] == said[2:3]
+    assert [line for line in lines if "cannot be written" in line] == lines[2:3]
     path.rmdir()
     file.close(30)
     assert sum(remembered(tmp_path)) == 3

@@ -190,8 +190,8 @@ def test_a_state_that_cannot_be_cut_is_reused_whole_or_not_at_all(name: str) -> 
         oracle = Oracle({tuple(first): answer}, wrong=0.0)
         busy = em.Engine(target, oracle, policy=em.FixedPolicy(4), prefix_cache_bytes=MANY)
         stopped = replace(params, stop_token_ids=(answer[end],))
-        said = busy.generate([first], stopped)[0].tokens
-        for prompt in ([*first, *said, 1, 2], [*first[:40], 3, 4]):
+        tokens = busy.generate([first], stopped)[0].tokens
+        for prompt in ([*first, *tokens, 1, 2], [*first[:40], 3, 4]):
             oracle.texts = {tuple(prompt): em.Engine(target).generate([prompt], params)[0].tokens}
             assert busy.generate([prompt], params)[0].tokens == oracle.texts[tuple(prompt)]
 

@@ -78,9 +78,9 @@ def test_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
     other, cold = load(), load()
     for each in (other, cold):
         change(each, TEXT[0])
-    reused, said = answered(engine(other, tmp_path / "cache"))
+    reused, text = answered(engine(other, tmp_path / "cache"))
     assert reused == 0
-    assert said == answered(engine(cold, None))[1]
+    assert text == answered(engine(cold, None))[1]
 
 
 def test_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_the_files(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_the_f
     assert isinstance(weights, dict)
     weights["model.embed_tokens.weight"][TEXT[0]] = 0.5
     mx.save_safetensors(str(copy / "model.safetensors"), weights, metadata={"format": "mlx"})
-    reused, said = answered(engine(em.load_target(copy), tmp_path / "cache"))
+    reused, text = answered(engine(em.load_target(copy), tmp_path / "cache"))
     assert reused == 0
-    assert said == answered(engine(em.load_target(copy), None))[1]
+    assert text == answered(engine(em.load_target(copy), None))[1]
 
 
 def test_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ steps = st.one_of(
 def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, ...], float, int]], limit: int) -> None:
     tree, naive = PrefixTree(), Naive()
     for step, keys, share, number in history:
-        asked = np.array(keys, np.int64)
+        tokens = np.array(keys, np.int64)
         if step == "insert":
             new, cut = Place(keys, int(share * len(keys)), number), list[tuple[int, int]]()
 
@@ -99,9 +99,9 @@ def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, .
                 cut.append((start, end))
                 return Letters(keys[start:end])
 
-            known = max((common(place.keys, keys) for place in naive.places), default=0)
+            longest = max((common(place.keys, keys) for place in naive.places), default=0)
             serving = [place for place in naive.places if place.covers(new)]
-            kept = tree.insert(asked, new, piece, limit)
+            kept = tree.insert(tokens, new, piece, limit)
             if serving:
                 assert kept
                 assert not cut
@@ -109,10 +109,10 @@ def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, .
                 naive.touch(touched)
             else:
                 assert kept == naive.insert(new, limit)
-                assert cut == ([(known, len(keys))] if known < len(keys) else [])  # nothing is copied twice
+                assert cut == ([(longest, len(keys))] if longest < len(keys) else [])  # nothing is copied twice
         elif step == "find":
             best = max((place.serves(keys) for place in naive.places), default=0)
-            match = tree.find(asked, number)
+            match = tree.find(tokens, number)
             if match is None:
                 assert best < number
             else:

@@ -41,9 +41,9 @@ def plain() -> list[list[int]]:
     return [em.Engine(TARGET).generate([p], q)[0].tokens for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def quantized_target(bits: int, **how: Any) -> Target:
+def quantized_target(bits: int, **options: Any) -> Target:
     model = tiny_target(vocab=64).model
-    nn.quantize(model, 32, bits, **how)
+    nn.quantize(model, 32, bits, **options)
     return Target(model)
 
 
@@ -121,19 +121,19 @@ def test_a_head_of_which_nothing_fits_is_said_to_be_one() -> None:
 # Defaults and options
 
 
-@pytest.mark.parametrize(("of_target", "asked", "bits"), [
+@pytest.mark.parametrize(("of_target", "requested", "bits"), [
     (4, None, 4), (8, None, 8), (6, None, None), (None, None, None),
     (4, 8, 8), (4, 16, None), (None, 4, 4), (8, 16, None),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")
 def test_a_head_gets_the_bits_of_its_target_unless_others_are_asked_for(
-    of_target: int | None, asked: int | None, bits: int | None, tmp_path: Path
+    of_target: int | None, requested: int | None, bits: int | None, tmp_path: Path
 ) -> None:
     target = TARGET if of_target is None else quantized_target(of_target)
     assert target.bits == of_target
     folder = save(eagle3(TARGET, draft_vocab=40), tmp_path / "head")
-    how = quantization_of(em.load_head(folder, target, check=False, bits=asked))
-    assert (how["bits"] if how else None) == bits
+    quantization = quantization_of(em.load_head(folder, target, check=False, bits=requested))
+    assert (quantization["bits"] if quantization else None) == bits
 
 
 def test_of_a_target_in_several_sizes_most_weights_decide() -> None:
@@ -174,8 +174,8 @@ def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> No
     assert before.keys() == after.keys()
     assert all(x.dtype == after[name].dtype and mx.array_equal(x, after[name]) for name, x in before.items())
     outputs = [
-        em.Engine(TARGET, em.HeadProposer(one), policy=em.FixedPolicy(3)).generate(PROMPTS, PARAMS[0])
-        for one in (head, again)
+        em.Engine(TARGET, em.HeadProposer(drafter), policy=em.FixedPolicy(3)).generate(PROMPTS, PARAMS[0])
+        for drafter in (head, again)
     ]
     assert [o.accepted_by_position for o in outputs[0]] == [o.accepted_by_position for o in outputs[1]]
 
@@ -194,7 +194,7 @@ def test_packed_weights_do_not_hide_the_kind_of_a_head(make: Any, kind: type, tm
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"quantization": None}, "sets quantization_config to .* only those that MLX has quantized can be read"),
         ({"quantization": None, "quantization_config": None}, "not known to this format: .*scales"),
@@ -212,12 +212,12 @@ def test_packed_weights_do_not_hide_the_kind_of_a_head(make: Any, kind: type, tm
         ({"quantization": {"group_size": 32, "bits": 8}, "quantization_config": None}, "do not match its config.json"),
     ],
 )
-def test_quantisation_that_is_not_told_right_is_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_quantisation_that_is_not_told_right_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
     head = eagle3(TARGET)
     quantize(head, 4, 32)
     folder = save(head, tmp_path / "head")
     change(folder, **fields)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=reason):
         load_head(folder, TARGET)
 
 

@@ -152,8 +152,8 @@ def test_a_row_with_nan_logits_fails_alone(drafts: bool, sick: int) -> None:
     healthy = [
         em.Engine(target, proposer, policy=em.FixedPolicy(2)).generate([prompt], params)[0] for prompt in prompts
     ]
-    asked = [*prompts[:sick], [4, 15, 5, 6, 7, 8, 9], *prompts[sick + 1 :], prompts[sick], prompts[0]]
-    outputs = busy.generate(asked, params)
+    company = [*prompts[:sick], [4, 15, 5, 6, 7, 8, 9], *prompts[sick + 1 :], prompts[sick], prompts[0]]
+    outputs = busy.generate(company, params)
     assert (outputs[sick].finish_reason, outputs[sick].tokens) == ("error", [])
     assert "NaN" in (outputs[sick].error or "")
     others = [o for index, o in enumerate(outputs) if index != sick]
@@ -174,8 +174,8 @@ class Steep(qwen3.Model):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("how", ["plain", "chains", "trees"])
-def test_infinite_logits_are_not_nan(how: str) -> None:
+@pytest.mark.parametrize("drafts", ["plain", "chains", "trees"])
+def test_infinite_logits_are_not_nan(drafts: str) -> None:
     """Inf minus inf in a sum would be NaN, so every logit is checked by itself."""
     model = Steep(qwen3.ModelArgs(**tiny_config()))  # type: ignore[arg-type]
     randomize(model, 0, 0.2)
@@ -184,8 +184,8 @@ def test_infinite_logits_are_not_nan(how: str) -> None:
     logits = target.forward(mx.array([PROMPTS[0]])).logits
     assert mx.all(mx.min(logits, axis=-1) == -mx.inf)
     assert mx.all(mx.sum(mx.maximum(logits, 0), axis=-1) == mx.inf)
-    policy = em.FixedPolicy(2, nodes=4 if how == "trees" else 0)
-    proposer = em.HeadProposer(tiny_head(target)) if how != "plain" else None
+    policy = em.FixedPolicy(2, nodes=4 if drafts == "trees" else 0)
+    proposer = em.HeadProposer(tiny_head(target)) if drafts != "plain" else None
     params = [
         em.SamplingParams(max_tokens=8, ignore_eos=True),
         em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8, seed=1),
@@ -196,7 +196,7 @@ def test_infinite_logits_are_not_nan(how: str) -> None:
     outputs = busy.generate([PROMPTS[0]] * 3, params)
     assert [output.error for output in outputs] == [None] * 3
     assert all(len(output.tokens) == 8 and all(token % 5 for token in output.tokens) for output in outputs)
-    assert (sum(output.drafted for output in outputs) > 0) == (how != "plain")
+    assert (sum(output.drafted for output in outputs) > 0) == (drafts != "plain")
 
 
 def test_a_callable_that_raises_fails_its_own_request() -> None:

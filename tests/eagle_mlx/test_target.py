@@ -200,12 +200,12 @@ DAMAGES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_whatever_fails_while_a_target_loads_is_one_line(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, values, said = DAMAGES[damage]
+    name, values, reason = DAMAGES[damage]
     folder = tiny_target_folder(tmp_path / "target")
     change(folder / f"{name}.json", **values)
     with pytest.raises(TargetError) as error:
         load_target(folder)
-    assert said in str(error.value)
+    assert reason in str(error.value)
     assert "\n" not in str(error.value)
     for command in (generate, serve):
         argv = ["--target", str(folder), "--spec-decode", "none", *(["x"] if command is generate else ["--check"])]

@@ -31,13 +31,13 @@ def draw(name: str, shape: Sequence[int], spread: float = 0.12) -> np.ndarray:
     return rng.normal(0.0, spread, shape).astype(np.float16).astype(np.float32)
 
 
-def packed(name: str, value: Any, how: Mapping[str, Any] | None) -> dict[str, Any]:
+def packed(name: str, value: Any, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
     """A tensor of a checkpoint, in MLX's packing if its head is quantized and the tensor fits the groups."""
-    if how is None or value.ndim < 2 or value.shape[-1] % how["group_size"]:
+    if quantization is None or value.ndim < 2 or value.shape[-1] % quantization["group_size"]:
         return {name: value}
     import mlx.core as mx
 
-    parts = mx.quantize(value, how["group_size"], how["bits"])
+    parts = mx.quantize(value, quantization["group_size"], quantization["bits"])
     return dict(zip((name, *(name.replace(".weight", f".{end}") for end in ("scales", "biases"))), parts, strict=True))
 
 

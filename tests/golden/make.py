@@ -255,8 +255,8 @@ PORTABLE: dict[str, dict[str, Any]] = {
 def make_portable() -> None:
     make_eagle("eagle")
     make_eagle("eagle-qkv-bias", bias=False, qkv_bias=True, num_hidden_layers=2, rope_theta=5000.0)
-    for name, how in PORTABLE.items():
-        make_eagle3(name, **{"architectures": ["LlamaForCausalLMEagle3"], **how})
+    for name, fields in PORTABLE.items():
+        make_eagle3(name, **{"architectures": ["LlamaForCausalLMEagle3"], **fields})
 
 
 def make_speculators(name: str, layer: str = "llama", ids: tuple[int, ...] = (1, 2, 4), **fields: Any) -> None:

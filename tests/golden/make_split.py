@@ -66,8 +66,8 @@ def make_split(
     config: dict[str, Any] = {"model_type": "qwen3_5_mtp", "block_size": 3, "tie_word_embeddings": False}
     config["text_config"] = {**LAYER, **layer, "model_type": kind}
     if bits:
-        how = {"group_size": 32, "bits": bits, "mode": "affine"}
-        config |= {"quantization": how, "quantization_config": how}
+        quantization = {"group_size": 32, "bits": bits, "mode": "affine"}
+        config |= {"quantization": quantization, "quantization_config": quantization}
     shapes = {f"mtp.{key}" if raw else key: shape for key, shape in {**SHAPES, **own}.items()}
     minus = tuple(key for key, shape in shapes.items() if raw and len(shape) == 1)
     tensors: dict[str, mx.array] = {}

@@ -48,9 +48,9 @@ def written(folder: Path) -> dict[str, Any]:
 
 def test_it_says_what_was_measured_on_what(models: Path) -> None:
     certificate, target = written(models / "head0"), load_target(models / "target")
-    asked = [{"role": "user", "content": f"def number_{at}(x):"} for at in range(COUNT)]
+    turns = [{"role": "user", "content": f"def number_{at}(x):"} for at in range(COUNT)]
     assert target.tokenizer is not None
-    prompts = [target.tokenizer.apply_chat_template([turn], add_generation_prompt=True) for turn in asked]
+    prompts = [target.tokenizer.apply_chat_template([turn], add_generation_prompt=True) for turn in turns]
     assert certificate["prompts_sha256"] == hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     assert certificate["head_sha256"] == hub.weights_digest(models / "head0")
     assert certificate["target_fingerprint"] == fingerprint(target)

@@ -42,11 +42,11 @@ def test_only_the_text_goes_to_standard_output(models: tuple[str, str], capsys: 
     assert "(tau)" in err
 
 
-@pytest.mark.parametrize("how", [["--spec-decode", "none"], ["--spec-decode", "ngram", "--spec-policy", "fixed"]])
+@pytest.mark.parametrize("flags", [["--spec-decode", "none"], ["--spec-decode", "ngram", "--spec-policy", "fixed"]])
 def test_the_text_does_not_depend_on_the_drafts(
-    models: tuple[str, str], how: list[str], capsys: pytest.CaptureFixture[str]
+    models: tuple[str, str], flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["def f(x):", "--target", models[0], "--quiet", *how, *SHORT]) == 0
+    assert main(["def f(x):", "--target", models[0], "--quiet", *flags, *SHORT]) == 0
     out, err = capsys.readouterr()
     assert out == expected(models[0], "def f(x):") + "\n"
     assert err == ""
@@ -84,20 +84,20 @@ def test_a_file_gives_one_row_per_prompt_in_order(models: tuple[str, str], tmp_p
 def test_lossy_acceptance_is_announced_and_marked(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     lossy = ["--acceptance", "threshold", "--acceptance-threshold", "0.001", "--temperature", "1", "--no-ngram"]
     assert main(["def f(x):", "--target", models[0], "--head", models[1], *lossy, *SHORT]) == 0
-    said = capsys.readouterr().err
-    assert "acceptance: threshold 0.001, which is lossy" in said
-    assert "; lossy; " in said
+    printed = capsys.readouterr().err
+    assert "acceptance: threshold 0.001, which is lossy" in printed
+    assert "; lossy; " in printed
 
 
 def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
-    asked = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
-    lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(asked)]
+    questions = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
+    lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(questions)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--quiet"]
     assert main([*files, "--target", models[0], "--spec-decode", "none", *SHORT]) == 0
     engine, params = em.Engine(em.load_target(models[0])), em.SamplingParams(max_tokens=12)
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    for turns, row in zip(asked, rows, strict=True):
+    for turns, row in zip(questions, rows, strict=True):
         assert row["category"] == "code"
         messages: list[dict[str, str]] = []
         for turn, answer in zip(turns, row["turns"], strict=True):
@@ -107,7 +107,7 @@ def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "reason"),
     [
         ([], "give one prompt"),
         (["x", "--file", "p.jsonl"], "give one prompt"),
@@ -122,11 +122,11 @@ def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_pa
     ],
 )
 def test_contradictory_options_are_refused(
-    models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    models: tuple[str, str], args: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*args, "--target", models[0]]) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert reason in err
     assert out == ""
 
 

@@ -38,7 +38,7 @@ def test_a_limit_takes_questions_from_all_categories(tmp_path: Path, limit: int,
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "reason"),
     [
         ("", "the line is empty"),
         ("{", "not valid JSON"),
@@ -59,9 +59,9 @@ def test_a_limit_takes_questions_from_all_categories(tmp_path: Path, limit: int,
         ('{"category": 7, "turns": ["x"]}', "`category` must be non-empty text"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, row: str, reason: str) -> None:
     file = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine"})
-    with pytest.raises(PromptError, match=said) as error:
+    with pytest.raises(PromptError, match=reason) as error:
         read_questions(file)
     assert str(error.value).startswith(f"{file}:2: ")
 

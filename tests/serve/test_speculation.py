@@ -113,7 +113,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         ("--spec-decode draft", "--draft-model"),
         ("--head H --draft-model D", "cannot be combined"),
@@ -144,8 +144,8 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "only drafts chains"),
     ],
 )
-def test_contradictory_flags_are_refused(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_contradictory_flags_are_refused(line: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         parse(line)
 
 
@@ -244,19 +244,19 @@ def test_unknown_head_bits_are_refused_with_the_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "said"),
+    ("bits", "reason"),
     [
         (4, "head precision: 4-bit weights in groups of 32"),
         (16, "head precision: weights in float32"),
         (None, "head precision: 8-bit weights in"),
     ],
 )
-def test_the_head_is_quantized_as_requested_and_reported(bits: Any, said: str, tmp_path: Path) -> None:
+def test_the_head_is_quantized_as_requested_and_reported(bits: Any, reason: str, tmp_path: Path) -> None:
     target = tiny_target()
     save_eagle3(tiny_head(target), tmp_path / "head")
     nn.quantize(target.model, 32, 8)
     speculation = Speculation(head=str(tmp_path / "head"), head_bits=bits)
     engine = em.Engine(target, speculation.proposer(target), policy=FixedPolicy(2))
     [line] = speculation.notes(engine)
-    assert line.startswith(said)
+    assert line.startswith(reason)
     assert Speculation().notes(em.Engine(target)) == []

@@ -20,8 +20,8 @@ def plan(tokens: int, long: int = 400, speed: Probe | None = None, processes: in
 
 
 def of(choice: BatchSizePlan) -> tuple[int, int, int]:
-    how = choice.config.optimization
-    return how.rows, how.length, how.epochs
+    optimization = choice.config.optimization
+    return optimization.rows, optimization.length, optimization.epochs
 
 
 @pytest.mark.parametrize(

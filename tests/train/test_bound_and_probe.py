@@ -97,7 +97,7 @@ def test_a_probe_measures_and_leaves_no_trace(head: str) -> None:
 def test_more_rows_need_more_memory_and_more_parts_less() -> None:
     wide, config = tiny_target(vocab=2048), resolve(CONFIG.changed(length=128, unroll=4), 32)
     few, many, parts = (
-        probe(wide, config.changed(**how)).memory for how in ({}, {"rows": 8}, {"rows": 8, "accumulate": 8})
+        probe(wide, config.changed(**changes)).memory for changes in ({}, {"rows": 8}, {"rows": 8, "accumulate": 8})
     )
     assert few < many
     assert parts < 0.6 * many

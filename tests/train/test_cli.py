@@ -76,15 +76,17 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("eagle_mlx.train.job.LEAST", least)
     assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0
-    said = capsys.readouterr().err
-    assert (f"eagle-serve --target {target} finds it" in said) == (not least)
-    assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below {least}" in said) == bool(least)
+    printed = capsys.readouterr().err
+    assert (f"eagle-serve --target {target} finds it" in printed) == (not least)
+    assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below {least}" in printed) == bool(
+        least
+    )
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     for heads in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
-        [one] = heads
-        assert (one.head, one.origin) == (str(tmp_path / "out" / "best"), "trained")
-        assert one.acceptance_length == report["acceptance_length"]
-        assert one.prompts == report["acceptance"]["best"]["prompts"]
+        [record] = heads
+        assert (record.head, record.origin) == (str(tmp_path / "out" / "best"), "trained")
+        assert record.acceptance_length == report["acceptance_length"]
+        assert record.prompts == report["acceptance"]["best"]["prompts"]
 
 
 def test_a_time_limit_and_states_captured_for_each_batch(target: Path, chats: Path, tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ def test_an_unknown_key_names_the_nearest() -> None:
         TrainConfig.of(**{"draft-vocabulary": 3})
 
 
-@pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: -1", "at least 0")])
-def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
+@pytest.mark.parametrize(("line", "reason"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: -1", "at least 0")])
+def test_errors_name_the_file(tmp_path: Path, line: str, reason: str) -> None:
     (tmp_path / "c.yaml").write_text(line)
-    with pytest.raises(ConfigError, match=f"c.yaml: .*{said}"):
+    with pytest.raises(ConfigError, match=f"c.yaml: .*{reason}"):
         load_config(tmp_path / "c.yaml")
 
 

@@ -48,10 +48,10 @@ def test_the_head_of_a_published_model(name: str, tmp_path: Path, capsys: pytest
     source = sharded(tmp_path / "model", name)
     out = tmp_path / "out"
     assert main(["mtp", "--source", str(source), "--output", str(out), "--dtype", "float32"]) == 0
-    said = capsys.readouterr()
-    assert "norms" in said.err
-    assert "reads the target's hidden state after its final norm" in said.err
-    assert "EAGLE-MLX loads it" in said.out
+    printed = capsys.readouterr()
+    assert "norms" in printed.err
+    assert "reads the target's hidden state after its final norm" in printed.err
+    assert "EAGLE-MLX loads it" in printed.out
     head = load_head(out, golden.TARGET)
     assert golden.difference(name, head) < golden.CLOSE
     assert main(["mtp", "--source", str(source), "--output", str(tmp_path / "o"), "--hidden", "before"]) == 0
@@ -130,7 +130,7 @@ def test_an_unknown_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @contextmanager
-def hub_of(folder: Path, asked: list[str]) -> Iterator[str]:
+def hub_of(folder: Path, requested: list[str]) -> Iterator[str]:
     """Serve what downloads need of the hub's web server, from a folder of `user/name` folders."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -146,7 +146,7 @@ def hub_of(folder: Path, asked: list[str]) -> Iterator[str]:
             there = bool(rest) and file.is_file()
             raw = file.read_bytes() if there else b""
             if body and there:
-                asked.append(file.name)
+                requested.append(file.name)
             self.send_response(200 if there else 404)
             self.send_header("X-Repo-Commit", "0" * 40)
             if there:
@@ -175,8 +175,8 @@ def test_from_the_hub_only_the_files_with_the_layer_are_fetched(
     source = sharded(tmp_path / "hub" / "org" / "model", "mtp-mimo")
     (source / "model-1-of-3.safetensors").write_bytes(b"never read")
     golden.written(tmp_path / "hub" / "org" / "whole", "mtp-mimo")
-    asked: list[str] = []
-    with hub_of(tmp_path / "hub", asked) as endpoint:
+    requested: list[str] = []
+    with hub_of(tmp_path / "hub", requested) as endpoint:
         hub_server.use(monkeypatch, endpoint, tmp_path / "home")
 
         def run(name: str, out: str) -> int:
@@ -184,7 +184,7 @@ def test_from_the_hub_only_the_files_with_the_layer_are_fetched(
 
         assert run("org/model", "a") == 0, capsys.readouterr().err
         index = "model.safetensors.index.json"
-        assert sorted(asked) == ["config.json", "model-2-of-3.safetensors", "model-3-of-3.safetensors", index]
+        assert sorted(requested) == ["config.json", "model-2-of-3.safetensors", "model-3-of-3.safetensors", index]
         assert run("org/whole", "b") == 0, capsys.readouterr().err
         assert run("org/other", "c") == 2
         assert "error: org/other is neither a local folder nor a model on the hub" in capsys.readouterr().err
@@ -202,10 +202,10 @@ def test_from_the_hub_a_separate_file_of_mtp_layers_is_enough(
     source = golden.written(tmp_path / "hub" / "org" / "model", "mtp-qwen3.5")
     layer = {name: value for name, value in read_tensors(source).items() if name.startswith("mtp.")}
     mx.save_safetensors(str(source / "mtp.safetensors"), layer)
-    asked: list[str] = []
-    with hub_of(tmp_path / "hub", asked) as endpoint:
+    requested: list[str] = []
+    with hub_of(tmp_path / "hub", requested) as endpoint:
         hub_server.use(monkeypatch, endpoint, tmp_path / "home")
         args = ["mtp", "--source", "org/model", "--output", str(tmp_path / "out"), "--dtype", "float32"]
         assert main(args) == 0, capsys.readouterr().err
-    assert sorted(asked) == ["config.json", "mtp.safetensors"]
+    assert sorted(requested) == ["config.json", "mtp.safetensors"]
     assert golden.difference("mtp-qwen3.5", load_head(tmp_path / "out", golden.TARGET)) < golden.CLOSE

@@ -117,9 +117,9 @@ def test_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Pat
     source.write_text(source.read_text() + f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
     after = training_data(TARGET, config(str(source)), progress=True).report
     assert after == {**before, "left_out": 9}
-    said = capsys.readouterr().err
-    assert f"the chat template of {TARGET.name} does not render reasoning: 9 conversations affected" in said
-    assert "answers that render as nothing: 9 conversations skipped" in said
+    printed = capsys.readouterr().err
+    assert f"the chat template of {TARGET.name} does not render reasoning: 9 conversations affected" in printed
+    assert "answers that render as nothing: 9 conversations skipped" in printed
     source.write_text(f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
     with pytest.raises(
         DataError, match=r"no usable conversations in .*\n  the chat template of .* render reasoning: 9"
@@ -215,7 +215,7 @@ def test_contradictory_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("cache", "memory", "disk", "place", "said"),
+    ("cache", "memory", "disk", "place", "reason"),
     [
         (1e9, 1e9, 1e9, "memory", "156.0 MB in 16 bits, captured once, kept in memory"),
         (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on disk"),
@@ -225,7 +225,7 @@ def test_contradictory_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_where_states_go(
-    cache: float, memory: float, disk: float, place: str, said: str, monkeypatch: pytest.MonkeyPatch
+    cache: float, memory: float, disk: float, place: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
     monkeypatch.setattr(storage, "free_disk", lambda folder: disk / 0.95)
@@ -233,6 +233,6 @@ def test_where_states_go(
     choice = choose_states(settings, 97_200, meta, free=int(memory / 0.8))
     assert choice.place == place
     assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
-    assert said in choice.text
+    assert reason in choice.text
     in_16 = 97_200 * bytes_per_token(replace(meta, bits=16))
     assert choice.size == (in_16 if place == "memory" else 97_200 * bytes_per_token(meta))

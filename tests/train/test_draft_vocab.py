@@ -43,9 +43,11 @@ def test_the_choice_has_the_size_and_what_must_be_in_it(counts: list[int], data:
     assert max((counts[i] for i in left_out), default=0) <= min((counts[i] for i in chosen), default=9)
 
 
-@pytest.mark.parametrize(("size", "said"), [(0, "between 1 and"), (7, "between 1 and"), (2, "3 special tokens alone")])
-def test_invalid_sizes(size: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(
+    ("size", "reason"), [(0, "between 1 and"), (7, "between 1 and"), (2, "3 special tokens alone")]
+)
+def test_invalid_sizes(size: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         choose_draft_vocab(np.ones(6, np.int64), size, always=(1, 2, 3))
 
 

@@ -103,8 +103,10 @@ def test_the_default_dtype_depends_on_the_device() -> None:
     assert pass_type(CONFIG, mx.Device(mx.cpu)) == mx.float32
     assert pass_type(CONFIG, mx.Device(mx.gpu)) == mx.bfloat16
     for name, dtype in (("float32", mx.float32), ("bfloat16", mx.bfloat16)):
-        asked = CONFIG.changed(dtype=name)
-        assert pass_type(asked, mx.Device(mx.gpu)) == pass_type(asked, mx.Device(mx.cpu)) == file_type(asked) == dtype
+        config = CONFIG.changed(dtype=name)
+        assert (
+            pass_type(config, mx.Device(mx.gpu)) == pass_type(config, mx.Device(mx.cpu)) == file_type(config) == dtype
+        )
     assert file_type(CONFIG) == mx.bfloat16
 
 
@@ -151,5 +153,5 @@ def test_a_resumed_run_in_16_bits_is_the_run_that_was_never_stopped(
     assert main(["--resume", str(out), "--dtype", "float32"]) == 2
     assert "leave --dtype out" in capsys.readouterr().err
     assert main(["--resume", str(out)]) == 0
-    one, two = ((run / "last" / "model.safetensors").read_bytes() for run in (out, tmp_path / "whole"))
-    assert one == two
+    resumed, unbroken = ((run / "last" / "model.safetensors").read_bytes() for run in (out, tmp_path / "whole"))
+    assert resumed == unbroken

@@ -87,8 +87,8 @@ def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:
         flags = ("--rows", "2", "--length", "20", "--unroll", "2", "--epochs", "1", "--eval-tokens", "4")
         more = ("--eval-prompts", "1", "--eval-depth", "2", "--data", str(chats), "--output", str(tmp_path / "run"))
         assert main(["--target", str(folder), "--shards", str(out), *flags, *more]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "the loss is nan" in said
-    assert "at step" in said
-    assert f"row 5 of {out}/shard-00000" in said
-    assert "the weights are unchanged" in said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "the loss is nan" in printed
+    assert "at step" in printed
+    assert f"row 5 of {out}/shard-00000" in printed
+    assert "the weights are unchanged" in printed

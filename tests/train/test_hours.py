@@ -50,8 +50,8 @@ HOURS = 0.007
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
 
 
-def train_for_hours(target: Target, config: TrainConfig, *speeds: float, **how: Any) -> dict[str, Any]:
-    with set_up(target, resolve(config, target.hidden_size), FINGERPRINT, **how) as setup:
+def train_for_hours(target: Target, config: TrainConfig, *speeds: float, **options: Any) -> dict[str, Any]:
+    with set_up(target, resolve(config, target.hidden_size), FINGERPRINT, **options) as setup:
         return hours.train_for_hours(setup, *speeds)
 
 
@@ -287,15 +287,15 @@ def test_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
     monkeypatch.setattr(Stepper, "__call__", slow)
     report = train_for_hours(target, config_of(out, hours=hours, epochs=1, log_steps=1), watch=Stopwatch(clock))
     factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     if slower == 1:
         assert report["data"]["learned_tokens"] == pytest.approx(report["data"]["tokens"], rel=0.02)
-        assert "not learned" not in said.err + said.out
+        assert "not learned" not in printed.err + printed.out
         return
     assert report["data"]["learned_tokens"] < 0.9 * report["data"]["tokens"]
     assert report["data"]["learned_conversations"] < report["data"]["conversations"]
     left = report["data"]["tokens"] - report["data"]["learned_tokens"]
-    assert f"{left:,} of the {report['data']['tokens']:,} tokens were learned" in said.err + said.out
+    assert f"{left:,} of the {report['data']['tokens']:,} tokens were learned" in printed.err + printed.out
     assert factors[-1] < 1
 
 
@@ -474,10 +474,10 @@ def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pyte
     out = tmp_path / "out"
     line = ["--target", target.name, "--output", str(out), "--hours", "0.00001", "--head", "eagle", "--length", "64"]
     assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0
-    said = capsys.readouterr()
-    assert f"the head is in {out}/best" in said.out
+    printed = capsys.readouterr()
+    assert f"the head is in {out}/best" in printed.out
     report = json.loads((out / "report.json").read_text())
     assert len(report["data"]["portions"]) == 1, "no phase without time"
-    assert f"no command offers it without --head {out}/best: its τ is below 1.05" in said.err
+    assert f"no command offers it without --head {out}/best: its τ is below 1.05" in printed.err
     assert main(["--resume", str(out)]) == 2
     assert "is complete" in capsys.readouterr().err

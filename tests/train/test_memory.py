@@ -68,13 +68,13 @@ def assert_same(one: tuple[list[StepResult], dict[str, Any]], two: tuple[list[St
 
 
 @pytest.mark.parametrize(
-    ("head", "how"),
+    ("head", "changes"),
     diagonal(HEADS, [{"accumulate": 3}, {"grad_checkpoint": True}, {"accumulate": 2, "lanes": 2}]),
 )
-def test_the_step_is_the_same(target: Target, head: str, how: dict[str, Any]) -> None:
+def test_the_step_is_the_same(target: Target, head: str, changes: dict[str, Any]) -> None:
     config = CONFIG.changed(head=head)
     rows = random_rows(8, 32)
-    assert_same(after(target, config, rows), after(target, config.changed(**how), rows))
+    assert_same(after(target, config, rows), after(target, config.changed(**changes), rows))
 
 
 def test_a_compiled_step_is_the_same(target: Target) -> None:
@@ -90,8 +90,8 @@ def test_a_compiled_step_is_the_same(target: Target) -> None:
 def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
     rows = random_rows(4, 32)
     rows.loss_mask[1:3] = 0
-    one = after(target, CONFIG, rows)
-    assert_same(one, after(target, CONFIG.changed(accumulate=16), rows))
+    whole = after(target, CONFIG, rows)
+    assert_same(whole, after(target, CONFIG.changed(accumulate=16), rows))
 
 
 @pytest.mark.parametrize(("head", "loss"), diagonal(HEADS, [*LOSSES]))

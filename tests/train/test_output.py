@@ -91,12 +91,12 @@ def bad_places(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-@pytest.mark.parametrize("said", ["is a file, so", "cannot be written"])
+@pytest.mark.parametrize("reason", ["is a file, so", "cannot be written"])
 @pytest.mark.parametrize("command", ["train", "hours", "collect", "make", "regenerate", "convert", "mtp"])
 def test_output_is_checked_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, reason: str
 ) -> None:
-    where = str(bad_places(tmp_path)[said])
+    where = str(bad_places(tmp_path)[reason])
     (tmp_path / "chats.jsonl").write_text("")
     chats = str(tmp_path / "chats.jsonl")
     run = {
@@ -109,7 +109,7 @@ def test_output_is_checked_before_anything_is_loaded(
         "mtp": lambda: convert(["mtp", "--source", "nobody/nothing", "--output", where]),
     }
     assert run[command]() == 2
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "chats.jsonl"]
 
 

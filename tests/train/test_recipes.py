@@ -132,13 +132,13 @@ def test_a_recipes_model_is_planned_without_a_network(
     """By a short name. Nothing is retried."""
     hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
     assert main(["--target", "Qwen3-0.6B-4bit", "--recipe", "--dry-run", "--max-steps", "7"]) == 0
-    said = capsys.readouterr()
-    plan = dict(line.split(maxsplit=1) for line in said.out.splitlines())
+    printed = capsys.readouterr()
+    plan = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
     assert plan["target"].startswith("Qwen3-0.6B-4bit: 28 layers of 1,024, vocabulary 151,936")
     stored, unit, *_ = plan["memory"].split("target ")[1].replace(",", " ").split()
     assert float(stored) / {"GB": 1, "MB": 1000}[unit] == pytest.approx(0.34, abs=0.15)
-    assert "Retrying" not in caplog.text + said.err
-    assert "thrown while" not in caplog.text + said.err
+    assert "Retrying" not in caplog.text + printed.err
+    assert "thrown while" not in caplog.text + printed.err
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -152,9 +152,9 @@ def test_the_plan_of_an_unknown_target_needs_its_config(
     hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
     monkeypatch.setattr(hub_server.constants, "HF_HUB_OFFLINE", offline)
     assert main(["--target", "Nobody-7B-4bit", "--dry-run", "--limit", "40", "--data", "chats.jsonl"]) == 2
-    said = capsys.readouterr()
-    assert "config.json of mlx-community/Nobody-7B-4bit is not in the hub's cache" in said.err
-    assert "Retrying" not in caplog.text + said.err
+    printed = capsys.readouterr()
+    assert "config.json of mlx-community/Nobody-7B-4bit is not in the hub's cache" in printed.err
+    assert "Retrying" not in caplog.text + printed.err
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "reason"),
     [
         (
             "mlx-community/Qwen3-8B-4bit",
@@ -199,13 +199,13 @@ def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture
     ],
 )
 def test_only_the_embedded_target_has_data_of_its_own(
-    target: str, said: str, capsys: pytest.CaptureFixture[str]
+    target: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = new_run(None, None, {"target": target})
-    assert config.data.sources == (("self",) if said else ("builtin:python",))
+    assert config.data.sources == (("self",) if reason else ("builtin:python",))
     shown = capsys.readouterr().err
-    assert shown.endswith(said)
-    assert bool(shown) == bool(said)
+    assert shown.endswith(reason)
+    assert bool(shown) == bool(reason)
 
 
 @pytest.mark.parametrize("named", [{"data": ["builtin:python"]}, {"shards": "somewhere"}])

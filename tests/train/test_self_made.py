@@ -48,11 +48,11 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the output folder and the printed text of an uninterrupted run."""
-    out, said = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
-    with contextlib.redirect_stderr(said):
+    out, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    with contextlib.redirect_stderr(printed):
         ended = main(command(talker, out))
-    assert ended == 0, said.getvalue()
-    return out, said.getvalue()
+    assert ended == 0, printed.getvalue()
+    return out, printed.getvalue()
 
 
 def copied(run: Path, out: Path) -> Path:
@@ -67,10 +67,10 @@ def command(target: Path, output: Path, *more: str) -> list[str]:
 
 
 def test_a_head_is_trained_from_the_target_alone(talker: Path, whole: tuple[Path, str]) -> None:
-    out, said = whole
-    assert f"no --data is given, so {talker} writes conversations first (--data self)" in said
-    assert f"{out}.self.jsonl: " in said
-    assert " tries, " in said
+    out, printed = whole
+    assert f"no --data is given, so {talker} writes conversations first (--data self)" in printed
+    assert f"{out}.self.jsonl: " in printed
+    assert " tries, " in printed
     rows = Path(f"{out}.self.jsonl").read_text().splitlines()
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 2
@@ -150,9 +150,9 @@ def test_only_runs_with_the_same_settings_reuse_the_data(
         (("--target", str(tiny_target_folder(tmp_path / "other", seed=1))), "was made with target"),
     ):
         assert main(command(talker, out, "--overwrite", *more)) == 2
-        said = capsys.readouterr().err
-        assert why in said
-        assert f"--data {file}" in said
+        printed = capsys.readouterr().err
+        assert why in printed
+        assert f"--data {file}" in printed
     Path(f"{file}.from.json").unlink()
     assert main(command(talker, out, "--overwrite")) == 2
     assert "its settings are not recorded" in capsys.readouterr().err
@@ -215,7 +215,7 @@ def test_a_target_that_cannot_write_data_is_named(tmp_path: Path, capsys: Any) -
     (base / "chat_template.jinja").unlink()
     for more in ((), ("--dry-run",)):
         assert main(command(base, tmp_path / "out", *more)) == 2
-        said = capsys.readouterr().err
-        assert f"{base} has no chat template, so it cannot make up conversations" in said
-        assert "FILE.jsonl" in said
+        printed = capsys.readouterr().err
+        assert f"{base} has no chat template, so it cannot make up conversations" in printed
+        assert "FILE.jsonl" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -75,7 +75,7 @@ def test_a_head_for_a_target_with_adapters(
     goes = ["--repo", "you/head", "--license", "mit", "--base-model", "owner/tiny", "--dry-run"]
     assert publish([str(out), *goes]) == 0
     card = capsys.readouterr().out
-    for said in (
+    for line in (
         "| adapters of the target | mine |",
         "eagle-serve --target owner/tiny --adapter-path mine --head you/head",
         'em.load_target("owner/tiny", adapter_path="mine")',
@@ -83,7 +83,7 @@ def test_a_head_for_a_target_with_adapters(
         "mlx_lm.fuse",
         "eagle-train --target owner/tiny --head eagle --adapter-path mine",
     ):
-        assert said in card
+        assert line in card
     assert str(adapters.parent) not in card
 
 
@@ -96,14 +96,14 @@ def test_states_of_other_adapters_are_refused(
         ShardCapture(model, (), texts).write(tmp_path / name)
     others = ["--adapter-path", str(tiny_adapters(tmp_path / "others", seed=1))]
     mine = ["--adapter-path", str(adapters)]
-    for name, more, said in (
+    for name, more, reason in (
         ("plain", mine, "was captured without adapters, but the target has those of"),
         ("tuned", [], "but the target has none; give them with --adapter-path"),
         ("tuned", others, "was captured with the adapters"),
     ):
         out = tmp_path / "out"
         assert main(command(target, chats, out, "--shards", str(tmp_path / name), *more)) == 2
-        assert said in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
         assert not out.exists()
     assert main(command(target, chats, tmp_path / "out", "--shards", str(tmp_path / "tuned"), *mine)) == 0
 
@@ -128,7 +128,7 @@ def test_a_template_and_its_arguments_change_the_training_data(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "reason"),
     [
         (("--chat-template-args", "{"), "--chat-template-args is not JSON"),
         (("--extra-eos-token", "no-such-token"), "'no-such-token' is not a token of this tokenizer"),
@@ -136,9 +136,9 @@ def test_a_template_and_its_arguments_change_the_training_data(
     ],
 )
 def test_contradictory_options_are_refused_first(
-    target: Path, chats: Path, tmp_path: Path, capsys: Any, more: tuple[str, ...], said: str
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, more: tuple[str, ...], reason: str
 ) -> None:
     for dry in ((), ("--dry-run",)):
         assert main(command(target, chats, tmp_path / "out", *more, *dry)) == 2
-        assert said in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

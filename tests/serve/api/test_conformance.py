@@ -121,9 +121,9 @@ def test_results_without_calls_are_refused(caller: Live) -> None:
     ok(caller, MESSAGES, messages=[*USER, use, told])
     assert refusal(caller, MESSAGES, messages=[*USER, told]) == "messages[1].content[0].tool_use_id"
 
-    asked = {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"}
+    weather_call = {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"}
     given = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
-    first = ok(caller, RESPONSES, input=[*USER, asked])
+    first = ok(caller, RESPONSES, input=[*USER, weather_call])
     ok(caller, RESPONSES, input=[given], previous_response_id=first["id"])
     assert refusal(caller, RESPONSES, input=[*USER, given]) == "input[1].call_id"
     wrong = given | {"call_id": "d"}
@@ -165,9 +165,9 @@ def test_head_requests_work_on_all_readable_paths(server: Live) -> None:
     kept = ok(server, RESPONSES)["id"]
     paths = ["/", "/health", "/version", "/metrics", "/openapi.json", "/v1/models", f"/v1/models/{NAME}"]
     for path in (*paths, f"{RESPONSES}/{kept}", "/v1/spec_decode/metrics"):
-        asked, head = server.http.get(path), server.http.head(path)
-        assert (head.status_code, head.content) == (asked.status_code, b"") == (200, b""), path
-        assert head.headers["content-type"] == asked.headers["content-type"]
+        got, head = server.http.get(path), server.http.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"") == (200, b""), path
+        assert head.headers["content-type"] == got.headers["content-type"]
     assert server.http.head("/v1/models/other").status_code == 404
     assert server.http.head(CHAT).status_code == 405
 

@@ -108,9 +108,9 @@ def test_keys_need_the_bearer_scheme_in_any_case(guarded: Live, given: str, stat
 
 def test_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--forwarded-allow-ips", "proxy.local"]) == 2
-    said = capsys.readouterr().err
-    assert "--forwarded-allow-ips: 'proxy.local'" in said
-    assert "give addresses or networks" in said
+    printed = capsys.readouterr().err
+    assert "--forwarded-allow-ips: 'proxy.local'" in printed
+    assert "give addresses or networks" in printed
 
 
 def test_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:

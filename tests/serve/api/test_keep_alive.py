@@ -39,8 +39,8 @@ def test_a_stream_sends_events_that_clients_count_while_a_prompt_is_read(path: s
         assert events[-1]["type"] == "response.incomplete"
         assert events[-1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
     if path == CHAT:
-        said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-        assert said == whole["choices"][0]["message"]["content"]
+        content = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        assert content == whole["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)

@@ -85,22 +85,22 @@ def test_after_a_restart_a_text_drafts_for_its_own_key_and_salt_only(tmp_path: P
     model = tiny_target_folder(tmp_path / "model")
     speculation = Speculation(mode="ngram", policy="fixed", num_tokens=DEPTH, ngram_min=12)
     config = LoadConfig(model, speculation, prefix_cache_dir=tmp_path / "cache", prefix_disk_gb=1.0)
-    said = list[str]()
+    lines = list[str]()
 
     def count(server: Live, key: str, **fields: Any) -> int:
         return accepted(server, key, "/v1/chat/completions", temperature=0, **fields)
 
-    with live(lambda: load(config, said.append), wide(api_key="mine yours")) as server:
+    with live(lambda: load(config, lines.append), wide(api_key="mine yours")) as server:
         first = count(server, "mine")
         salted = count(server, "mine", cache_salt="pepper")
-    with live(lambda: load(config, said.append), wide(api_key="mine yours")) as server:
+    with live(lambda: load(config, lines.append), wide(api_key="mine yours")) as server:
         assert count(server, "yours") == first == salted
         assert count(server, "mine", cache_salt="salt") == first
         assert count(server, "mine") > first
         assert count(server, "mine", cache_salt="pepper") > first
     [file] = (tmp_path / "cache").glob("memory-*")
     assert b"pepper" not in file.read_bytes()
-    assert f"memory file: {file}" in said
+    assert f"memory file: {file}" in lines
 
 
 def test_a_request_that_refuses_the_memory_leaves_nothing_to_it() -> None:
@@ -114,9 +114,9 @@ def test_a_grammar_is_vetted_for_each_key(monkeypatch: pytest.MonkeyPatch) -> No
     """Otherwise the time of the first answer would tell whether another key has used a schema."""
     vetted, run = list[str](), subprocess.run
 
-    def noted(*args: Any, **how: Any) -> Any:
-        vetted.append(how["input"])
-        return run(*args, **how)
+    def noted(*args: Any, **options: Any) -> Any:
+        vetted.append(options["input"])
+        return run(*args, **options)
 
     monkeypatch.setattr(subprocess, "run", noted)
     schema = {"name": "a", "schema": {"type": "object", "properties": {"door": {"const": 4711}}}}

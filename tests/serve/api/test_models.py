@@ -267,9 +267,9 @@ def test_a_broken_model_does_not_unload_a_working_one(tmp_path: Path, caplog: py
             assert str(tmp_path) not in answer.text
         assert states(server) == {"works": "loaded"} | dict.fromkeys(DAMAGES, "failed")
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    for line, (name, (_, said)) in zip(errors, DAMAGES.items(), strict=True):
+    for line, (name, (_, reason)) in zip(errors, DAMAGES.items(), strict=True):
         assert line.startswith(f"model {name} could not be loaded")
-        assert said in line, (name, line)
+        assert reason in line, (name, line)
 
 
 def test_a_model_is_reloaded_after_its_engine_dies(wanted: dict[str, str]) -> None:

@@ -188,11 +188,11 @@ def test_every_route_is_published(short: Live) -> None:
 
 def answers_are_as_the_clients_declare_them(http: httpx.Client) -> None:
     """Validate answers with the types of OpenAI's and Anthropic's own clients."""
-    messages, asked = {"messages": [{"role": "user", "content": "x"}]}, {"max_tokens": 4, "n": 2}
+    messages, limits = {"messages": [{"role": "user", "content": "x"}]}, {"max_tokens": 4, "n": 2}
     answers: list[tuple[str, dict[str, Any], type[BaseModel]]] = [
-        ("/v1/completions", {**asked, "prompt": ["x", "y"], "logprobs": 2}, Completion),
-        ("/v1/completions", {**asked, "prompt": "x", "echo": True}, Completion),
-        ("/v1/chat/completions", {**asked, **messages, "logprobs": True, "top_logprobs": 1}, ChatCompletion),
+        ("/v1/completions", {**limits, "prompt": ["x", "y"], "logprobs": 2}, Completion),
+        ("/v1/completions", {**limits, "prompt": "x", "echo": True}, Completion),
+        ("/v1/chat/completions", {**limits, **messages, "logprobs": True, "top_logprobs": 1}, ChatCompletion),
         ("/v1/messages", {**messages, "max_tokens": 4}, Message),
         ("/v1/messages/count_tokens", messages, MessageTokensCount),
         ("/v1/responses", {"input": "x", "max_output_tokens": 4}, openai.types.responses.Response),

@@ -35,8 +35,8 @@ WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
 def written() -> tuple[EncodedChat, Output]:
     """A chat whose answer has parts of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
-    asked = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
-    request = RequestState(asked, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
+    prepared = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
+    request = RequestState(prepared, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
     request.finish("stop")
     offer = ToolOffer.of([WEATHER, CLOCK])
     chat = EncodedChat(BODY, loaded, [request], lambda: AnswerParser(loaded.chat, offer.tools, False, offer.several))
@@ -53,11 +53,11 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
         size = sizes[index % len(sizes)]
         at, index = at + size, index + 1
         events.append(RequestEvent(0, tokens[at - size : at], output=output if at >= len(tokens) else None))
-    asked = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
+    body_of_messages = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
     call = Call(Service(wide(), ModelSource("tiny", lambda: chat.loaded)), 1, "")
     pairs: list[tuple[Callable[[], PendingParts], Any]] = [
-        (lambda: PendingMessage(call, asked, BODY), blocks_of),
+        (lambda: PendingMessage(call, body_of_messages, BODY), blocks_of),
         (lambda: PendingResponse(call, body, BODY, Functions(), lambda _: None), items_of),
     ]
     for make, put_together in pairs:
@@ -66,7 +66,7 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
         streamed = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
         whole = other.response([output])
         assert put_together(streamed) == without_ids(whole.get("content") or whole["output"])
-    message = PendingMessage(call, asked, BODY).answer(chat).response([output])
+    message = PendingMessage(call, body_of_messages, BODY).answer(chat).response([output])
     kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
 

@@ -38,8 +38,8 @@ def test_clients_take_turns() -> None:
                 await asyncio.sleep(0)
                 order.append(name)
 
-        asked = [("a", f"a{n}") for n in range(4)] + [("b", "b0"), ("c", "c0"), ("b", "b1")]
-        await ended([asyncio.create_task(one(*each)) for each in asked])
+        jobs = [("a", f"a{n}") for n in range(4)] + [("b", "b0"), ("c", "c0"), ("b", "b1")]
+        await ended([asyncio.create_task(one(*job)) for job in jobs])
         return order
 
     assert asyncio.run(run()) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]

@@ -33,8 +33,8 @@ def asked(running: Live, chat: list[dict[str, Any]]) -> tuple[str, int, int]:
     body = {"model": NAME, "messages": chat, "max_tokens": 5}
     answer = running.http.post("/v1/chat/completions", json=body).json()
     usage = answer["usage"]
-    said: str = answer["choices"][0]["message"]["content"]
-    return said, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    content: str = answer["choices"][0]["message"]["content"]
+    return content, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
 
     with live(with_files(tmp_path)) as running, live(hybrid) as never_restarted:
         turn(never_restarted)
-        for chat, (said, _, _) in zip(chats, turn(running), strict=True):
-            chat += [{"role": "assistant", "content": said}, user("And then?")]
+        for chat, (content, _, _) in zip(chats, turn(running), strict=True):
+            chat += [{"role": "assistant", "content": content}, user("And then?")]
         before = turn(never_restarted)
         held = hold(running, 2)
         running.terminate()
@@ -57,8 +57,8 @@ def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
         numbers = samples(restarted)
         restarted.until(lambda: samples(restarted)["eagle:prefix_disk_written_bytes_total"] > 0)
     with live(hybrid) as cold:
-        for chat, (said, _, _) in zip(chats, after, strict=True):
-            assert asked(cold, chat)[0] == said
+        for chat, (content, _, _) in zip(chats, after, strict=True):
+            assert asked(cold, chat)[0] == content
     assert sum(cached for _, _, cached in after) >= 0.9 * sum(cached for _, _, cached in before) > 0
     assert numbers["eagle:prefix_disk_hits_total"] >= 1
     assert numbers["eagle:prefix_disk_read_bytes_total"] > 0
@@ -88,18 +88,18 @@ def test_after_a_restart_files_serve_the_key_and_salt_that_wrote_them(tmp_path: 
 
 def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
     model = tiny_target_folder(tmp_path / "model")
-    said = list[str]()
+    lines = list[str]()
     config = LoadConfig(model, Speculation(), prefix_cache_dir=tmp_path / "cache", prefix_disk_gb=1.0)
-    loaded = load(config, said.append)
+    loaded = load(config, lines.append)
     assert loaded.disk is not None
     assert loaded.disk.folder.parent == tmp_path / "cache"
-    [line] = [line for line in said if line.startswith("prefix files: ")]
+    [line] = [line for line in lines if line.startswith("prefix files: ")]
     assert line.endswith("0.0 MB, limit 1.00 GB for all models")
     loaded.disk.close(10)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "reason"),
     [
         (["--prefix-cache-dir", "x", "--prefix-cache-gb", "0"], "remove one of them"),
         (["--prefix-disk-gb", "1"], "give that folder too"),
@@ -112,8 +112,8 @@ def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_cache_settings_are_refused_at_startup(
-    args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_target_folder(tmp_path / "model")
     assert main(["--target", str(model), "--spec-decode", "none", "--port", "0", *args]) == 2
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err

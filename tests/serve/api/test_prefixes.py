@@ -74,8 +74,8 @@ TEXT = "The password of the door is 4711, and nobody else may know it. " * 3
 
 def cached_tokens(running: Live, path: str, key: str = "", **more: Any) -> int:
     """Return how many prompt tokens were reused, as this API reports it."""
-    asked = {"input": TEXT} if path == RESPONSES else {"messages": [user(TEXT)], "max_tokens": 3}
-    body = asked | ({"max_output_tokens": 3} if path == RESPONSES else {}) | more
+    fields = {"input": TEXT} if path == RESPONSES else {"messages": [user(TEXT)], "max_tokens": 3}
+    body = fields | ({"max_output_tokens": 3} if path == RESPONSES else {}) | more
     answer = running.http.post(path, json=body, headers={"x-api-key": key, "Authorization": ""}).json()
     usage = answer["usage"]
     if path == MESSAGES:

@@ -54,11 +54,11 @@ def post(server: Live, path: str, body: Any) -> tuple[int, dict[str, Any]]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.headers["content-type"] == "application/json"
-    said = answer.json()
-    assert set(said) == {"error"}, said
-    assert set(said["error"]) == {"message", "type", "param", "code"}
-    assert said["error"]["message"]
-    return answer.status_code, said["error"]
+    parsed = answer.json()
+    assert set(parsed) == {"error"}, parsed
+    assert set(parsed["error"]) == {"message", "type", "param", "code"}
+    assert parsed["error"]["message"]
+    return answer.status_code, parsed["error"]
 
 
 def still_serves(server: Live) -> None:
@@ -67,7 +67,7 @@ def still_serves(server: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "said"),
+    ("path", "body", "param", "reason"),
     [
         (COMPLETIONS, {}, "prompt", "required"),
         (COMPLETIONS, {"prompt": ""}, None, "empty"),
@@ -162,11 +162,11 @@ def still_serves(server: Live) -> None:
         ("/detokenize", {"tokens": "x"}, "tokens", "list"),
     ],
 )
-def test_a_request_that_cannot_be_meant(server: Live, path: str, body: Any, param: str | None, said: str) -> None:
+def test_a_request_that_cannot_be_meant(server: Live, path: str, body: Any, param: str | None, reason: str) -> None:
     status, error = post(server, path, body)
     assert status == 400
     assert error["type"] == "invalid_request_error"
-    assert said in error["message"]
+    assert reason in error["message"]
     if param is not None:
         assert error["param"] == param
 
@@ -210,9 +210,9 @@ def test_other_models_and_paths(server: Live) -> None:
 
 
 def test_a_path_that_is_not_there_names_those_that_are(server: Live) -> None:
-    said = server.http.get("/v1/nothing").json()["error"]["message"]
+    message = server.http.get("/v1/nothing").json()["error"]["message"]
     for path in (CHAT, COMPLETIONS, "/tokenize", "/v1/models/{model}", "/health"):
-        assert path in said
+        assert path in message
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -232,14 +232,14 @@ def test_unknown_fields_are_ignored_and_named(
 ) -> None:
     if stream and path in ("/tokenize", "/v1/messages/count_tokens"):
         return
-    asked = {**body, **({"stream": True} if stream else {}), f"strange_{stream}": {"a": 1}, "id slot\r\nX": 3}
+    fields = {**body, **({"stream": True} if stream else {}), f"strange_{stream}": {"a": 1}, "id slot\r\nX": 3}
     unknown = ["id?slot??X", f"strange_{stream}"]
     for name in body.keys() & {"messages", "input"}:
-        asked[name] = [{**USER[0], "colour": 1}]
+        fields[name] = [{**USER[0], "colour": 1}]
         unknown.append(f"{name}[0].colour")
     names = ", ".join(sorted(unknown))
     for _ in range(2):
-        answer = server.http.post(path, json=asked)
+        answer = server.http.post(path, json=fields)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-ignored-fields"] == names
     assert sum(f"{path}: ignored unknown fields: {names};" in line for line in caplog.messages) == 1
@@ -307,8 +307,8 @@ def test_keys(guarded: Live) -> None:
 
 def test_pages_of_named_origins_alone_are_let_in(guarded: Live, server: Live) -> None:
     def allowed(running: Live, origin: str) -> str | None:
-        asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Authorization": ""}
-        value: str | None = running.http.options(CHAT, headers=asked).headers.get("access-control-allow-origin")
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Authorization": ""}
+        value: str | None = running.http.options(CHAT, headers=headers).headers.get("access-control-allow-origin")
         return value
 
     assert allowed(guarded, "https://page.example") == "https://page.example"

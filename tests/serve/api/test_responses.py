@@ -94,8 +94,8 @@ def alike(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_the_text_is_that_of_chat_completions(server: Live, given: Any, sampling: dict[str, Any]) -> None:
     messages = USER if isinstance(given, str) else given
-    asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
-    chat = server.http.post(CHAT, json=asked).json()
+    fields = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
+    chat = server.http.post(CHAT, json=fields).json()
     mine = {"input": given, "instructions": "Be brief.", "max_output_tokens": 24, **sampling}
     response = ask(server, **mine)
     assert said(response) == chat["choices"][0]["message"]["content"]
@@ -143,12 +143,12 @@ def test_an_answer_follows_a_schema(server: Live) -> None:
 def test_a_function_is_called_and_its_output_goes_back(caller: Live, choice: Any) -> None:
     weather = [{"role": "user", "content": "How is the weather in Oslo?"}]
     free: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 300, "seed": 5}
-    asked = {"input": weather, "tool_choice": choice, "parallel_tool_calls": False, **free}
-    response = ask(caller, **asked)
+    fields = {"input": weather, "tool_choice": choice, "parallel_tool_calls": False, **free}
+    response = ask(caller, **fields)
     (call,) = response["output"]
     assert (call["type"], call["name"], response["status"]) == ("function_call", "get_weather", "completed")
     assert set(json.loads(call["arguments"])) >= set(WEATHER["function"]["parameters"]["required"])
-    assert alike(streamed(events(caller, **asked))) == alike([call])
+    assert alike(streamed(events(caller, **fields))) == alike([call])
     # The next turn: from the stored response, from the whole conversation, and from Chat Completions.
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
     parts = output | {"output": [{"type": "input_text", "text": "sunny"}]}
@@ -179,12 +179,12 @@ def test_other_kinds_of_tools_become_functions(caller: Live) -> None:
         "tools": [{"type": "function", **CLOCK["function"]}],
     }
     tools = [{"type": "web_search", "external_web_access": False}, patch, space]
-    asked: dict[str, Any] = {"input": USER, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
-    (clock,) = ask(caller, **asked, tool_choice={"type": "function", "name": "clock", "namespace": "mcp__time"})[
+    fields: dict[str, Any] = {"input": USER, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
+    (clock,) = ask(caller, **fields, tool_choice={"type": "function", "name": "clock", "namespace": "mcp__time"})[
         "output"
     ]
     assert (clock["type"], clock["name"], clock["namespace"]) == ("function_call", "clock", "mcp__time")
-    chosen = asked | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "seed": 1, "temperature": 0.2}
+    chosen = fields | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "seed": 1, "temperature": 0.2}
     answer = ask(caller, **chosen)
     items = streamed(events(caller, **chosen))
     assert alike(items) == alike(answer["output"])
@@ -193,21 +193,21 @@ def test_other_kinds_of_tools_become_functions(caller: Live) -> None:
     done = {"type": "custom_tool_call_output", "call_id": "b", "output": "Done"}
     clocked = {"type": "function_call_output", "call_id": clock["call_id"], "output": "noon"}
     back = [*USER, clock, custom, clocked, done]
-    assert ask(caller, **asked | {"input": back, "max_output_tokens": 2})["usage"]["output_tokens"] == 2
+    assert ask(caller, **fields | {"input": back, "max_output_tokens": 2})["usage"]["output_tokens"] == 2
 
 
 def test_reasoning_items_can_be_sent_back(thinker: Live) -> None:
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
-    asked = {"input": USER, "max_output_tokens": 40, "include": ["reasoning.encrypted_content"], **thinks}
+    fields = {"input": USER, "max_output_tokens": 40, "include": ["reasoning.encrypted_content"], **thinks}
     answer = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, **thinks}).json()
     chat, used = answer["choices"][0]["message"], answer["usage"]["completion_tokens"]
-    response = ask(thinker, **asked)
+    response = ask(thinker, **fields)
     (thought,) = response["output"]
     assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", chat["reasoning_content"])
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": used}
-    assert alike(streamed(events(thinker, **asked))) == alike([thought])
+    assert alike(streamed(events(thinker, **fields))) == alike([thought])
     assert (
-        ask(thinker, **asked | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]
+        ask(thinker, **fields | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]
         == "message"
     )
     # A client may send back the reasoning in clear text, or as the encrypted content that it received.

@@ -54,10 +54,10 @@ def test_requests_without_a_schema_do_not_wait_for_slow_schemas(monkeypatch: pyt
             hanging = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(6)]
             server.until(lambda: server.service.waiting == 6)
             assert server.http.post(CHAT, json=plain).status_code == 200
-            assert not any(each.done() for each in hanging)
+            assert not any(answer.done() for answer in hanging)
         finally:
             over.set()
-        assert {each.result().status_code for each in hanging} == {400}
+        assert {answer.result().status_code for answer in hanging} == {400}
 
 
 def test_a_grammar_limit_ends_only_its_own_request() -> None:
@@ -97,7 +97,7 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
             server.until(lambda: server.service.waiting == 40)
             server.terminate()
             server.until(lambda: not thread.is_alive(), seconds=30)
-            assert all(each.exception() is not None or each.result().status_code >= 400 for each in asked)
+            assert all(answer.exception() is not None or answer.result().status_code >= 400 for answer in asked)
     finally:
         over.set()
         server.http.close()

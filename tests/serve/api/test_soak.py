@@ -85,9 +85,9 @@ def process(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[str
             reading.join(10)
 
 
-def soak(base: str, pid: int, seconds: float, asked: Sequence[Question]) -> Account:
+def soak(base: str, pid: int, seconds: float, chosen: Sequence[Question]) -> Account:
     """Run the crowd, and check what it leaves behind."""
-    account = asyncio.run(crowd(base, CLIENTS, seconds, texts_alone(base, asked), partial(resident, pid)))
+    account = asyncio.run(crowd(base, CLIENTS, seconds, texts_alone(base, chosen), partial(resident, pid)))
     if (idle := seconds_until_idle(base)) > 1.0:
         account.faults.append(f"the last row was free {idle:.1f} s behind the last client")
     if failed := numbers(base).get("eagle:requests_total failed"):

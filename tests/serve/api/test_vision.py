@@ -97,8 +97,8 @@ def test_results_of_tools_may_have_images(seeing: Live, dialect: Dialect) -> Non
 def test_a_stored_response_keeps_its_images(seeing: Live) -> None:
     first = post(seeing, RESPONSES, [ask(RESPONSES, A)])
     later = post(seeing, RESPONSES, [user(text(RESPONSES, "and now?"))], previous_response_id=first.json()["id"])
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": answer_of(first)}]}
-    whole = post(seeing, RESPONSES, [ask(RESPONSES, A), said, user(text(RESPONSES, "and now?"))])
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": answer_of(first)}]}
+    whole = post(seeing, RESPONSES, [ask(RESPONSES, A), message, user(text(RESPONSES, "and now?"))])
     assert prompt_tokens(later) == prompt_tokens(whole)
     assert answer_of(later) == answer_of(whole)
 

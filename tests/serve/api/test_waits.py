@@ -178,12 +178,12 @@ def test_official_clients_do_not_retry_after_a_timeout() -> None:
     with ThreadPoolExecutor(1) as pool, gated(limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=3)
-        asked = pool.submit(client.completions.create, model=NAME, prompt=LONG, max_tokens=4)
+        answer = pool.submit(client.completions.create, model=NAME, prompt=LONG, max_tokens=4)
         server.until(lambda: gate.engine.waiting == 1)
         clock.now += 31
         gate.let(2)
         with pytest.raises(openai.InternalServerError, match="before its first token"):
-            asked.result(30)
+            answer.result(30)
         server.until(lambda: server.idle)
         assert server.service.totals.requests["failed"] == 1
 
@@ -192,8 +192,8 @@ def test_official_clients_do_not_retry_after_a_timeout() -> None:
 def test_a_request_can_limit_its_own_answers_time(path: str) -> None:
     """From its first token; earlier time does not count."""
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    asked: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
-    body = {**(TEXT if path == COMPLETIONS else asked), most: 400, "t_max_predict_ms": 2000}
+    fields: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
+    body = {**(TEXT if path == COMPLETIONS else fields), most: 400, "t_max_predict_ms": 2000}
     with ThreadPoolExecutor(1) as pool, gated() as (server, gate):
         clock = Clock(server)
         answer = pool.submit(server.http.post, path, json=body)
@@ -217,9 +217,9 @@ def test_a_request_can_limit_its_own_answers_time(path: str) -> None:
 
 
 def test_invalid_times_are_refused(server: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    for seconds, said in (("0", "above 0"), ("nan", "a finite number")):
+    for seconds, reason in (("0", "above 0"), ("nan", "a finite number")):
         assert main(["--request-seconds", seconds]) == 2
-        assert f"--request-seconds must be {said}" in capsys.readouterr().err
+        assert f"--request-seconds must be {reason}" in capsys.readouterr().err
     answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": -1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "t_max_predict_ms")
     answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": 0, "max_tokens": 2})

@@ -64,7 +64,7 @@ def health(server: Live) -> tuple[int, str]:
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [said for each in caplog.records if "has not returned" in (said := each.getMessage())]
+    return [message for record in caplog.records if "has not returned" in (message := record.getMessage())]
 
 
 def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,9 +79,9 @@ def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: py
             assert health(server) == (503, "stuck")
         server.until(lambda: health(server) == (200, "ready"))
         assert answer.result().status_code == 200
-    [said] = reports(caplog)
-    assert "in hang" in said  # the engine's thread
-    assert "in run_forever" in said  # the event loop's
+    [report] = reports(caplog)
+    assert "in hang" in report  # the engine's thread
+    assert "in run_forever" in report  # the event loop's
     assert "returned after all" in caplog.text
 
 

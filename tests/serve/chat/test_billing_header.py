@@ -32,8 +32,8 @@ def test_prompts_that_differ_in_the_header_become_the_same(between: str) -> None
 def test_only_changing_text_of_system_prompts_is_removed() -> None:
     format = format_of("plain")
     header = HEADER.format("a1b2c")
-    asked = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
-    assert header in str(format.tokenizer.decode(format.chat(asked).tokens()))  # type: ignore[union-attr]
+    messages = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
+    assert header in str(format.tokenizer.decode(format.chat(messages).tokens()))  # type: ignore[union-attr]
     for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
         assert without_billing_header([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
 

@@ -68,9 +68,9 @@ def test_thoughts_that_the_next_turn_drops_come_after_a_boundary() -> None:
         {"role": "assistant", "content": "I look.", "reasoning_content": "What is it?", "tool_calls": [called]},
         {"role": "tool", "content": "a clock", "tool_call_id": "1"},
     ]
-    asked = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    answered = f"{asked}<think>What is it?</think>I look.clock<|im_end|>\n<|im_start|>tool\na clock<|im_end|>\n"
-    assert beginnings(format_with(FORGETS), chat)[1:] == [asked, answered]
+    question = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    answered = f"{question}<think>What is it?</think>I look.clock<|im_end|>\n<|im_start|>tool\na clock<|im_end|>\n"
+    assert beginnings(format_with(FORGETS), chat)[1:] == [question, answered]
 
 
 def test_a_template_that_refuses_other_chats_has_fewer_boundaries() -> None:

@@ -299,7 +299,7 @@ def test_targets_that_cannot_have_grammars_say_so() -> None:
 
 def test_grammars_are_vetted_once_and_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     started, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *args, **how: started.append(args) or run(*args, **how))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: started.append(args) or run(*args, **options))
     grammars = Grammars.of(target_of("plain"))
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(lambda _: grammars.grammar(by_schema(SCHEMA)), range(16)))

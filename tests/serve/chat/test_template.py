@@ -215,9 +215,9 @@ def test_gpt_oss_gets_its_reasoning_before_calls_back() -> None:
 
 def test_late_instructions_become_user_messages_if_the_template_allows_no_others() -> None:
     late = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "system", "content": "Be brief."}]
-    said = [*late[:2], {"role": "user", "content": "Be brief."}]
-    assert written("mistral", late) == written("mistral", said)
-    assert written("qwen", late) != written("qwen", said)
+    as_user = [*late[:2], {"role": "user", "content": "Be brief."}]
+    assert written("mistral", late) == written("mistral", as_user)
+    assert written("qwen", late) != written("qwen", as_user)
 
 
 def test_errors_of_a_template_are_prompt_errors() -> None:
