@@ -68,8 +68,7 @@ def fetch(repo: str, name: str, code: bool = False) -> Path:
     with _asking(repo, name, f"{name} is not a local folder, {repo}"):
         download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
         fetched = Path(download(allow_patterns=wanted))
-        has_weights = any(fetched.glob("*.safetensors"))
-        return fetched if has_weights else Path(download(allow_patterns=[*wanted, _TORCH]))
+        return fetched if any(fetched.glob("*.safetensors")) else Path(download(allow_patterns=[*wanted, _TORCH]))
 
 
 def cached(repo: str) -> Path | None:

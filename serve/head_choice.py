@@ -104,11 +104,11 @@ def pull(name: str, target: str | None) -> int:
     repo, of = (head.head, target or head.target) if head else (hub.hub_id(name), target)
     if repo is None:
         raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
-    if head is not None:
-        print(f"{head}, by {head.source}", file=sys.stderr)
     hub.announce(repo)
     if head is None:
         _check_size(repo)
+    else:
+        print(f"{head}, by {head.source}", file=sys.stderr)
     folder = hub.fetch(repo, name)
     if of is not None:
         head_search.register(repo, of, "fetched")

@@ -252,9 +252,8 @@ def known_heads() -> tuple[KnownHead, ...]:
     for target, rows in table["heads"].items():
         for row in rows:
             source = table["sources"][row["source"]].format(head=row["head"])
-            heads.append(
-                KnownHead(target, row["head"], row["kind"], row["license"], source, row["size"], row["revision"])
-            )
+            facts = row["kind"], row["license"], source, row["size"], row["revision"]
+            heads.append(KnownHead(target, row["head"], *facts))
     return tuple(heads)
 
 

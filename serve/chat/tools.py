@@ -52,10 +52,9 @@ class ToolOffer:
             return cls(offered, offered, parallel)
         subset = choice.get("allowed_tools")
         chosen = tool_names(subset["tools"] if subset else [choice])
-        for name in chosen:
-            if name not in names:
-                problem = f"there is no tool {name[:100]!r}; the tools are {', '.join(names)}"
-                raise PromptError.at("tool_choice", problem)
+        if unknown := [name for name in chosen if name not in names]:
+            problem = f"there is no tool {unknown[0][:100]!r}; the tools are {', '.join(names)}"
+            raise PromptError.at("tool_choice", problem)
         if subset:
             return cls.of([tools[names.index(name)] for name in dict.fromkeys(chosen)], subset["mode"], parallel)
         return cls(offered, (offered[names.index(chosen[0])],), False)
