@@ -175,29 +175,17 @@ def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
     The `count` columns with the largest maxima contain the `count` largest entries, so only these are partitioned; all
     of x is if it cannot be cut into enough short columns. `count` is at most the axis.
     """
-    if not has_columns(x.shape[-1], count):
-        return _partitioned(x, count)
-    places = best_columns(x, count)
-    values, at = _partitioned(mx.take_along_axis(x, places, axis=-1), count)
-    return values, mx.take_along_axis(places, at, axis=-1)
-
-
-def has_columns(size: int, count: int) -> bool:
-    """Return whether an axis of this size can be cut into short columns, most of which can be skipped."""
-    height = math.gcd(size, _HEIGHT)
-    return height > 1 and size // height >= 2 * count
-
-
-def best_columns(x: mx.array, count: int) -> mx.array:
-    """Return the indices [..., m] uint32, ascending, of all entries in the `count` columns with the largest maxima.
-    Reads x once. Requires `has_columns`."""
     size = x.shape[-1]
     height = math.gcd(size, _HEIGHT)
     width = size // height
+    if height == 1 or width < 2 * count:  # few of the columns could be skipped
+        return _partitioned(x, count)
     tops = mx.max(x.reshape(*x.shape[:-1], height, width), axis=-2)
-    best = mx.sort(mx.argpartition(tops, width - count, axis=-1)[..., width - count :], axis=-1)
+    best = mx.argpartition(tops, width - count, axis=-1)[..., width - count :]
     rows = mx.arange(0, size, width, dtype=mx.uint32)[:, None]
-    return (best[..., None, :] + rows).reshape(*x.shape[:-1], height * count)
+    places = (best[..., None, :] + rows).reshape(*x.shape[:-1], height * count)
+    values, at = _partitioned(mx.take_along_axis(x, places, axis=-1), count)
+    return values, mx.take_along_axis(places, at, axis=-1)
 
 
 def _partitioned(x: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -115,7 +115,7 @@ def sample(
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     logits = _filtered(logits, batch) if batch.any_filtered else logits
     words = noise_words(batch.keys[:, stream], positions)
-    return noisy_argmax(logits, batch.temperature, words, token_ids, levels, "greedy" in batch.rules)
+    return noisy_argmax(logits, batch.temperature, words, token_ids, levels)
 
 
 def draft_sample(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.decoding import noise
-from eagle_mlx.decoding.noise import gumbel_noise
+from eagle_mlx.decoding.noise import gumbel_at, gumbel_noise, noise_words, noisy_argmax
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, gumbel
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some
@@ -57,6 +57,19 @@ def test_noise_is_the_same_in_one_kernel() -> None:
     plain = gumbel_noise(*arguments)
     with without_shortcuts():
         np.testing.assert_allclose(gumbel_noise(*arguments), plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_drafts_vocabulary_and_a_trees_nodes(dtype: mx.Dtype) -> None:
+    """Ids of the places key the noise; several positions may share it; a greedy row has none."""
+    rng = np.random.default_rng(1)
+    ids = mx.array(np.sort(rng.choice(LARGE, 1000, replace=False)))
+    levels, temperature = mx.array(rng.integers(0, 3, (2, 9))), mx.array([0.7, 0.0])
+    logits = mx.array(rng.normal(scale=3, size=(2, 9, 1000)).astype(np.float32)).astype(dtype)
+    words = noise_words(keys_of(5, 6), mx.broadcast_to(mx.arange(3), (2, 3)))
+    own = (mx.take_along_axis(word, levels[..., None], axis=1) for word in words)
+    scores = logits.astype(mx.float32) + temperature[:, None, None] * gumbel_at(*own, ids)
+    assert mx.array_equal(noisy_argmax(logits, temperature, words, ids, levels), mx.argmax(scores, axis=-1))
 
 
 def chi_square_z(counts: Array) -> float:
