@@ -87,7 +87,6 @@ def use_fast_cpu_math() -> None:
         weights = fastmath.softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + causal[:length, :length])
         return (weights @ v[:, :, None]).reshape(b, hq, length, d)
 
-    qwen3.swiglu = fastmath.swiglu  # type: ignore[attr-defined]
     qwen3.scaled_dot_product_attention = attend
 
 

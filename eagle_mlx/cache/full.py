@@ -94,7 +94,7 @@ class RaggedKV:
         if self.lengths.uniform and not special:
             if count == 1:
                 return None
-            if not use_shortcuts():  # otherwise every layer would build this mask itself
+            if not use_shortcuts():  # otherwise tiles of a prompt are cut from an array
                 return "causal"
         return self.lengths.mask(count)
 

@@ -17,7 +17,7 @@ from functools import partial, wraps
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import fastmath, use_shortcuts
+from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.sampling_params import SamplingParams
 
 MOST_CANDIDATES = 64
@@ -122,7 +122,7 @@ class Filters:
         least = _kth(x, top_k, start) if self.any_top_k else mx.full(greatest.shape, -math.inf)
         if not self.any_top_p:
             return least
-        masses = fastmath.exp((x - greatest) / divisor) * (x >= least)
+        masses = mx.exp((x - greatest) / divisor) * (x >= least)
         limit = top_p * mx.sum(masses, axis=-1, keepdims=True)
         return mx.maximum(least, _nucleus(x, masses, limit, start))
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import Filters
 from eagle_mlx.decoding.noise import gumbel_noise, noise_words, noisy_argmax
 from eagle_mlx.request import TokenLogprob
@@ -89,7 +88,7 @@ def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
     Greedy rows are one-hot at the argmax. At least one token has a positive probability."""
     if batch.all_greedy:
         return _one_hot_argmax(logits)
-    probs = fastmath.softmax(_filtered(logits, batch) / _divisor(batch))
+    probs = mx.softmax(_filtered(logits, batch) / _divisor(batch), axis=-1)
     if "greedy" not in batch.rules:
         return probs
     return mx.where(batch.temperature[:, None, None] == 0, _one_hot_argmax(logits), probs)
@@ -161,7 +160,7 @@ def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
     are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain."""
     logits = logits.astype(mx.float32)  # in bfloat16, a confidence of 0.992 would be 1
     scores = logits if batch.all_greedy else logits / _divisor(batch)
-    return fastmath.log_sum_exp(scores)[..., 0] - mx.max(scores, axis=-1)
+    return mx.logsumexp(scores, axis=-1) - mx.max(scores, axis=-1)
 
 
 def _one_hot_argmax(logits: mx.array) -> mx.array:

@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.formats.fields import Quantization, check, check_quantization, quantization_json, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
@@ -136,8 +135,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        swiglu = fastmath.swiglu if use_shortcuts() else activations.swiglu
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(activations.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class PlainLayer(nn.Module):

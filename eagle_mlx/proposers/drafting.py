@@ -15,7 +15,6 @@ from typing import cast
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.draft import Branches, Draft, Tree
 from eagle_mlx.decoding.filters import largest
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
@@ -246,7 +245,7 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
 def _likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the draft ids [B, n, count] of the largest logits [B, n, Vd], and their log probabilities."""
     greatest, ids = largest(scores, count)
-    return ids, mx.clip(greatest - fastmath.log_sum_exp(scores), _LEAST, 0.0) - _STEP
+    return ids, mx.clip(greatest - mx.logsumexp(scores, axis=-1, keepdims=True), _LEAST, 0.0) - _STEP
 
 
 def _in_target(ids: mx.array, token_ids: mx.array | None) -> mx.array:

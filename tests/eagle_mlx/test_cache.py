@@ -154,7 +154,7 @@ def test_restore_forgets_what_was_written_since() -> None:
 def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     cache = RaggedCache(1, 2)
     assert cache[0].make_mask(1) is None
-    mask = cache[0].make_mask(3)  # on the CPU every layer would expand "causal" to this itself
+    mask = cache[0].make_mask(3)  # on the CPU, tiles of a prompt are cut from it
     assert mask is cache[0].make_mask(3)
     assert np.array(mask)[:, 0].astype(int).tolist() == 2 * [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     with without_shortcuts():

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.cpu import fastmath
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.block.layers import BlockAttention, BlockLayer
@@ -165,7 +164,7 @@ def attend(q: mx.array, past: KeysValues, context: mx.array, own: KeysValues, bl
     within = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) + block
     top = mx.maximum(mx.max(before, axis=-1, keepdims=True), mx.max(within, axis=-1, keepdims=True))
     top = mx.stop_gradient(top)
-    before, within = fastmath.exp(before - top), fastmath.exp(within - top)
+    before, within = mx.exp(before - top), mx.exp(within - top)
     total = mx.sum(before, axis=-1, keepdims=True) + mx.sum(within, axis=-1, keepdims=True)
     out = (before.reshape(b, kv_heads, -1, length).astype(q.dtype) @ past_values).reshape(grouped.shape)
     out = (out + within.astype(q.dtype) @ values) * mx.reciprocal(total)

@@ -21,7 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.cpu import fastmath
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 from eagle_mlx.heads.eagle3.head import DecoderLayer
@@ -194,12 +193,12 @@ def attend(
     for score in scores:
         top = mx.maximum(top, score)
     top = mx.stop_gradient(top)
-    weights = fastmath.exp(past - top)
+    weights = mx.exp(past - top)
     total = mx.sum(weights, axis=-1, keepdims=True)
     shares = weights.reshape(b, kv_heads, groups * count, length).astype(q.dtype)
     out = (shares @ past_values).reshape(grouped.shape)
     for score, (_, v) in zip(scores, own, strict=True):
-        weight = fastmath.exp(score - top)
+        weight = mx.exp(score - top)
         total = total + weight
         out = out + weight * v[:, :, None]
     return (out * mx.reciprocal(total)).reshape(q.shape).astype(q.dtype)
