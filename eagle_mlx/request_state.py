@@ -141,6 +141,8 @@ class RequestState:
         self.stops = StopStrings(self.params.stop) if self.params.stop and tokenizer is not None else None
         ends_by_text = self.stops is not None or self.watcher is not None
         self.decoder = IncrementalText(tokenizer) if tokenizer is not None and ends_by_text else None
+        self.texts = [""] * len(tokens) if self.decoder is not None else None
+        """The text that each token added; None if the request does not decode its text."""
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))  # a byte for each token: 1 if it is an accepted draft token
         self.logprobs: list[TokenLogprob] = []
@@ -278,7 +280,10 @@ class RequestState:
         if not allowed:
             return
         self.tokens.append(token)
-        certain, open_end = self.decoder.add([token]) if self.decoder is not None else ("", "")
+        certain, open_end = "", ""
+        if self.decoder is not None and self.texts is not None:
+            certain, open_end = self.decoder.add([token])
+            self.texts.append(certain)
         is_stop = self.stops is not None and self.stops.complete(certain, open_end)
         if ends or is_stop or self._is_last(token, certain):
             self.finish_reason = self.finish_reason or "stop"

@@ -71,14 +71,19 @@ class TextStream:
         self._waiting = ""
         self._shown = 0
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens; return the newly certain text."""
-        new, _ = self._texts.add(tokens) if tokens else ("", "")
-        text = self._waiting + new
+    def push(self, tokens: Sequence[int], texts: Sequence[str] | None = None) -> str:
+        """Add tokens; return the newly certain text. texts: what they add, if it is decoded already."""
+        if texts is None:
+            texts = self._texts.add(tokens)[:1] if tokens else ()
+        text = self._waiting + "".join(texts)
         certain = len(text) - held_back(text, self._stop)
         self._waiting = text[certain:]
         self._shown += certain
         return text[:certain]
+
+    def by_token(self, tokens: Sequence[int]) -> list[str]:
+        """Decode tokens for `push`; return the text that each makes certain."""
+        return [self._texts.add([token])[0] for token in tokens]
 
     def finish(self, text: str) -> str:
         """Return the rest of the finished text."""

@@ -251,9 +251,10 @@ class Engine:
             while output is None:
                 if len(request.tokens) == seen and not request.finish_reason:  # another caller may have stepped
                     self.step()
-                new, marks, seen = request.tokens[seen:], bytes(request.from_draft[seen:]), len(request.tokens)
+                new, marks = request.tokens[seen:], bytes(request.from_draft[seen:])
+                texts, seen = request.texts and request.texts[seen:], len(request.tokens)
                 output = self.output(request) if request.finish_reason else None
-                yield Chunk(text.push(new) if output is None else text.finish(output.text), new, marks, output)
+                yield Chunk(text.push(new, texts) if output is None else text.finish(output.text), new, marks, output)
         finally:
             self.cancel(request)
 

@@ -160,7 +160,7 @@ class DeltaStream:
     def push(self, event: RequestEvent) -> list[Delta]:
         output = event.output
         if output is None:
-            deltas = self._reader.push(self._text.push(event.tokens))
+            deltas = self._reader.push(self._text.push(event.tokens, event.texts))
         else:
             deltas = self._reader.push(self._text.finish(output.text))
             deltas += self._reader.finish(output.finish_reason == "stop" and not output.stop)

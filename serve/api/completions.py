@@ -100,30 +100,39 @@ class CompletionAnswer(Choices):
         self._prompts = [prompt for prompt in prompts for _ in range(body.answers)]
         self._echoes, self._has_logprobs = bool(body.echo), body.logprobs is not None
         self._texts = [TextStream(loaded.tokenizer, body.stops) for _ in requests]
-        self._lists = [CompletionLogprobs(loaded.texts, loaded.tokenizer) for _ in requests]
+        self._lists = [CompletionLogprobs(loaded.texts) for _ in requests]
+        self._tokenizer = loaded.tokenizer
 
-    def _first_lists(self, index: int, scores: Sequence[TokenLogprob] = ()) -> dict[str, Any] | None:
+    def _first_lists(self, index: int, scores: Sequence[TokenLogprob], texts: Sequence[str]) -> dict[str, Any] | None:
         """Return the first log probability lists of a choice: those of the prompt if it is echoed, then `scores`."""
         if not self._has_logprobs:
             return None
+        if not self._echoes:
+            return self._lists[index].take(scores, texts)
         prompt = self._prompts[index]
-        return self._lists[index].take([*prompt.scores, *scores], prompt.tokens[0] if self._echoes else None)
+        texts = [*TextStream(self._tokenizer).by_token(prompt.tokens), *texts]
+        return self._lists[index].take([*prompt.scores, *scores], texts, prompt.tokens[0])
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        logprobs = self._first_lists(index, output.logprobs or ())
+        texts = self.requests[index].texts
+        if texts is None and self._has_logprobs:
+            texts = self._texts[index].by_token(output.tokens)
+        logprobs = self._first_lists(index, output.logprobs or (), texts or ())
         text = self._prompts[index].text + output.text if self._echoes else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def open(self) -> str:
         if not self._echoes:
             return ""
-        prompts = enumerate(self._prompts)
-        return "".join(self.chunk(index, {"text": prompt.text}, self._first_lists(index)) for index, prompt in prompts)
+        echoes = ((index, prompt.text, self._first_lists(index, (), ())) for index, prompt in enumerate(self._prompts))
+        return "".join(self.chunk(index, {"text": text}, lists) for index, text, lists in echoes)
 
     def extend(self, event: RequestEvent) -> str:
-        stream, output = self._texts[event.index], event.output
-        text = stream.push(event.tokens) if output is None else stream.finish(output.text)
-        lists = self._lists[event.index].take(event.logprobs) if event.logprobs else None
+        stream, output, texts, lists = self._texts[event.index], event.output, event.texts, None
+        if event.logprobs:
+            texts = stream.by_token(event.tokens) if texts is None else texts
+            lists = self._lists[event.index].take(event.logprobs, texts)
+        text = stream.push(event.tokens, texts) if output is None else stream.finish(output.text)
         is_empty = not (text or lists or (self.pending.per_token and event.tokens))
         return "" if is_empty else self.chunk(event.index, {"text": text}, lists)
 

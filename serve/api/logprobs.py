@@ -14,7 +14,6 @@ from eagle_mlx.decoding.sampling import listed, logprobs_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
-from eagle_mlx.text import TextStream
 
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -69,28 +68,28 @@ def chat_logprobs(texts: TokenTexts, scores: Iterable[TokenLogprob]) -> dict[str
 class CompletionLogprobs:
     """The log probability lists of a completion, with the text offset of each token."""
 
-    def __init__(self, texts: TokenTexts, tokenizer: TokenizerWrapper):
+    def __init__(self, texts: TokenTexts):
         self._texts, self._offset = texts, 0
-        self._stream = TextStream(tokenizer)
 
-    def take(self, scores: Iterable[TokenLogprob], first_unknown: int | None = None) -> dict[str, Any]:
-        """Return the lists for the next tokens. `first_unknown` is a token before them without a log probability."""
+    def take(self, scores: Iterable[TokenLogprob], texts: Iterable[str], first: int | None = None) -> dict[str, Any]:
+        """Return the lists for the tokens that add these texts. `first` is a token without a log probability."""
+        added = iter(texts)
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if first_unknown is not None:
-            self._add(lists, first_unknown, None, None)
-        for score in scores:
+        if first is not None:
+            self._add(lists, first, next(added), None, None)
+        for score, text in zip(scores, added, strict=True):
             logprob = max(score.logprob, _LEAST)
             top = {self._texts[token][0]: max(other, _LEAST) for token, other in score.top}
             top.setdefault(self._texts[score.token][0], logprob)  # listed even if it is not among the top ones
-            self._add(lists, score.token, logprob, top)
+            self._add(lists, score.token, text, logprob, top)
         return lists
 
-    def _add(self, lists: dict[str, Any], token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _add(self, lists: dict[str, Any], token: int, text: str, logprob: float | None, top: Any) -> None:
         lists["tokens"].append(self._texts[token][0])
         lists["token_logprobs"].append(logprob)
         lists["top_logprobs"].append(top)
         lists["text_offset"].append(self._offset)
-        self._offset += len(self._stream.push([token]))
+        self._offset += len(text)
 
 
 def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 256) -> Iterator[list[TokenLogprob]]:

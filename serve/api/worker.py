@@ -46,11 +46,13 @@ class RequestEvent:
     logprobs: Sequence[TokenLogprob] = ()  # one per token, if requested
     output: Output | None = None  # the complete output once the request has ended
     from_draft: bytes | bytearray = b""  # a byte for each token: 1 if it is an accepted draft token
+    texts: Sequence[str] | None = None  # what each token adds, if the engine has decoded it
 
     def part(self, part: slice) -> RequestEvent:
         """Return an event of some of the tokens; the last part has the output."""
         output = self.output if part.stop >= len(self.tokens) else None
-        return RequestEvent(self.index, self.tokens[part], self.logprobs[part], output, self.from_draft[part])
+        texts = None if self.texts is None else self.texts[part]
+        return RequestEvent(self.index, self.tokens[part], self.logprobs[part], output, self.from_draft[part], texts)
 
 
 @dataclass(eq=False)
@@ -312,8 +314,8 @@ class Worker:
                 slot.deadline = min(slot.deadline, self.clock() + slot.job.answer_seconds)
             output = engine.output(request) if request.finish_reason is not None else None
             if output is not None or slot.reported > before:
-                new, drafted = request.tokens[before:], request.from_draft[before:]
-                events.append((slot.job, RequestEvent(slot.index, new, request.logprobs[before:], output, drafted)))
+                parts = request.tokens[before:], request.logprobs[before:], output, request.from_draft[before:]
+                events.append((slot.job, RequestEvent(slot.index, *parts, request.texts and request.texts[before:])))
         self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
 
         def deliver() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import eagle_mlx as em
 from eagle_mlx.request import Output
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.text import IncrementalText
 from tests.full import diagonal
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
@@ -320,6 +322,33 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
         assert output.tokens == [ids[place]]
         assert output.logprobs is not None
         assert logprobs[place] == pytest.approx(output.logprobs[0].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("stop", [[], ["no such text"]])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_streamed_answer_is_decoded_once(
+    server: Live, path: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine for stop strings, or for its stream and the offsets of its log probabilities."""
+    prompt = {"messages": MESSAGES, "logprobs": True} if path.startswith("chat") else {"prompt": PROMPT, "logprobs": 1}
+    body = {**prompt, "max_tokens": 12, "temperature": 0, "stop": stop, **ENDLESS}
+    whole = server.http.post(f"/v1/{path}", json=body).json()["choices"][0]
+    decoded, add = list[int](), IncrementalText.add
+
+    def counted(text: IncrementalText, tokens: Sequence[int]) -> tuple[str, str]:
+        decoded.extend(tokens)
+        return add(text, tokens)
+
+    monkeypatch.setattr(IncrementalText, "add", counted)
+    events = server.http.post(f"/v1/{path}", json={**body, "stream": True}).text.split("\n\n")[:-2]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert len(decoded) <= 12
+    if path == "completions":
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        lists = [choice["logprobs"]["text_offset"] for choice in choices if choice["logprobs"]]
+        assert list(chain(*lists)) == whole["logprobs"]["text_offset"]
+    else:
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
 
 
 def test_an_echo_alone_decodes_nothing(server: Live) -> None:
