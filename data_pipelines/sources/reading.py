@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -22,7 +22,7 @@ from ..rendering import all_tokens, check_answer
 from . import Source, parse
 from .rows import choose, parse_row, place_of
 from .stdlib import library_conversations
-from .tables import RawRow, decoded, is_table, open_rows, stream_rows, text_files
+from .tables import RawRow, decoded, is_table, json_rows, open_rows, stream_rows, text_files
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -164,10 +164,12 @@ class _Reading:
     tokenizer: TokenizerWrapper | None
     report: ReadReport
     seen: set[int] = field(default_factory=set)
+    begun: dict[str, Iterator[Conversation | DataError]] = field(default_factory=dict)
+    """The rows of JSON files whose beginning was read to count conversations."""
 
     @cached_property
     def held_out(self) -> frozenset[int]:
-        return frozenset().union(*(held_out_prompts(_few_keys(self.config, source)) for source in self.config.parsed))
+        return frozenset().union(*(held_out_prompts(self._few_keys(source)) for source in self.config.parsed))
 
     def selected(self, source: Source) -> Iterator[Conversation]:
         """Yield the conversations that the filters keep. The filter by turns does not apply to plain text."""
@@ -212,25 +214,31 @@ class _Reading:
         yield from texts
 
     def _parsed(self, source: Source) -> Iterator[Conversation]:
+        parsed = partial(_parsed, source)
         if self.config.stream:
-            yield from self._usable(shuffled(stream_rows(source), self.config.seed), source)
+            yield from self._usable(map(parsed, shuffled(stream_rows(source), self.config.seed)), source)
             return
-        count, read = open_rows(source)
+        if is_table(source):
+            count, read = open_rows(source)
+            row_at = lambda index: parsed(read(index))  # noqa: E731
+        else:
+            if self.split not in (None, "all"):
+                _ = self.held_out  # first, since it reads the beginning of the file
+            rows = list(self.begun.pop(source.spec, map(parsed, json_rows(source))))
+            if not self._lenient(source):
+                rows = list(self._usable(rows, source))  # errors must not appear hours later
+            count, row_at = len(rows), rows.__getitem__
         order = list(range(count))
         if self.config.seed is not None:
             random.Random(self.config.seed).shuffle(order)
-        if self._lenient(source) or is_table(source):
-            yield from self._usable(map(read, order), source)
-        else:
-            conversations = list(self._usable(map(read, range(count)), source))  # errors must not appear hours later
-            yield from map(conversations.__getitem__, order)
+        yield from self._usable(map(row_at, order), source)
 
-    def _usable(self, rows: Iterable[RawRow], source: Source) -> Iterator[Conversation]:
-        for origin, row in rows:
-            try:
-                yield parse_row(decoded(row, origin), origin, source.fields)
-            except DataError as e:
-                self._leave_out(e, source)
+    def _usable(self, rows: Iterable[Conversation | DataError], source: Source) -> Iterator[Conversation]:
+        for row in rows:
+            if isinstance(row, DataError):
+                self._leave_out(row, source)
+            else:
+                yield row
 
     def _lenient(self, source: Source) -> bool:
         return self.config.skip_bad or source.uneven
@@ -242,16 +250,30 @@ class _Reading:
         self.report.unusable += 1
         self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
 
+    def _few_keys(self, source: Source) -> list[int]:
+        """Return the prompt keys of a source's usable conversations, if there are few."""
+        if source.kind == "builtin":
+            return []
+        first, keys = list[Conversation | DataError](), list[int]()
+        if is_table(source):
+            plain = replace(self.config, seed=None, skip_bad=True)
+            rows: Iterator[Conversation | DataError] = _Reading(plain, None, None, ReadReport()).read(source)
+        else:
+            rows = map(partial(_parsed, source), json_rows(source))
+            self.begun[source.spec] = chain(first, rows)
+        while len(keys) <= MOST_COUNTED and (row := next(rows, None)):
+            first.append(row)
+            keys += [] if isinstance(row, DataError) else [row.prompt_key()]
+        return keys if len(keys) <= MOST_COUNTED else []
 
-def _few_keys(config: DataConfig, source: Source) -> list[int]:
-    """Return the prompt keys of a source's usable conversations, if there are few."""
-    if source.kind == "builtin":
-        return []
-    # JSON is read as a stream, so that only the beginning of a large file is read for this.
-    plain = replace(config, seed=None, skip_bad=True, stream=not is_table(source))
-    conversations = _Reading(plain, None, None, ReadReport()).read(source)
-    keys = [conversation.prompt_key() for conversation in islice(conversations, MOST_COUNTED + 1)]
-    return keys if len(keys) <= MOST_COUNTED else []
+
+def _parsed(source: Source, row: RawRow) -> Conversation | DataError:
+    """Return a row's conversation, or why it is unusable."""
+    origin, content = row
+    try:
+        return parse_row(decoded(content, origin), origin, source.fields)
+    except DataError as e:
+        return e
 
 
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:

@@ -27,18 +27,15 @@ _HEAD = 8000
 
 
 def open_rows(source: Source) -> tuple[int, Callable[[int], RawRow]]:
-    """Return the number of rows, and a function that reads one. Raises DataError if there are none to read."""
-    if is_table(source):
-        table = _load(source)
-        return len(table), lambda index: (f"{source.spec}:{index + 1}", _without_nulls(table[index]))
-    rows = list(_json_rows(source))
-    return len(rows), rows.__getitem__
+    """Return the number of rows of a table, and a function that reads one. Raises DataError if there are none."""
+    table = _load(source)
+    return len(table), lambda index: (f"{source.spec}:{index + 1}", _without_nulls(table[index]))
 
 
 def stream_rows(source: Source) -> list[Callable[[], Iterator[RawRow]]]:
     """Return the parts of a source: functions that yield rows in order without storing them. May raise DataError."""
     if not is_table(source):
-        return [partial(_json_rows, source)]
+        return [partial(json_rows, source)]
     table = _load(source, streaming=True)
     return [partial(_shard, source, table, number) for number in range(table.num_shards)]
 
@@ -56,7 +53,7 @@ def decoded(row: object, origin: str) -> dict[str, Any]:
     return row
 
 
-def _json_rows(source: Source) -> Iterator[RawRow]:
+def json_rows(source: Source) -> Iterator[RawRow]:
     """Yield the lines of a file, or the items of a .json file that is one list. Raises DataError."""
     path = _existing(Path(source.name))
     try:

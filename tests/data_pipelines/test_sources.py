@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +15,7 @@ import pytest
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, read_conversations
 from eagle_mlx.data_pipelines.conversation import HELDOUT_ONE_IN
-from eagle_mlx.data_pipelines.sources import stdlib, tables
+from eagle_mlx.data_pipelines.sources import reading, stdlib, tables
 from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
 
@@ -289,3 +290,24 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(DataError, match=r"a\.bin cannot be read: Permission denied; make it readable"):
         read(f"text:{tmp_path}/binary")
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_row_of_a_json_file_is_parsed_once(tmp_path: Path, skip_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are counted to hold out enough of them, too."""
+    rows = [json.dumps({"prompt": f"p{n}", "completion": "a"}) for n in range(reading.MOST_COUNTED + 40)]
+    few = write(tmp_path / "few.jsonl", *rows[:9], *(["{}"] if skip_bad else []))
+    listed = tmp_path / "listed.json"
+    listed.write_text(f"[{', '.join(rows)}]")
+    origins, parse_row = list[str](), reading.parse_row
+
+    def noted(row: Any, origin: str, fields: Any) -> Conversation:
+        origins.append(origin)
+        return parse_row(row, origin, fields)
+
+    monkeypatch.setattr(reading, "parse_row", noted)
+    config = DataConfig((few, str(listed)), skip_bad=skip_bad)
+    train, held_out = (len(list(read_conversations(config, split))) for split in ("train", "heldout"))
+    assert train + held_out == 9 + len(rows)
+    assert held_out >= 2
+    assert set(Counter(origins).values()) == {2}  # once for each split
