@@ -11,7 +11,7 @@ from eagle_mlx.command import Parser, Stop, Subcommands, arguments, exit_code
 from eagle_mlx.late import late
 
 from .options import CollectOptions, InspectOptions, MakeOptions, PresetsOptions, RegenerateOptions
-from .sources import SPECS
+from .sources import PRESETS_FILE, SPECS
 from .sources.rows import SHAPES
 from .synthesis import DOMAINS, FILE
 
@@ -79,7 +79,7 @@ def _main(given: list[str]) -> int | None:
     commands.add("make", MakeOptions, late(f"{__package__}.commands:make"), _MAKE)
     commands.add("regenerate", RegenerateOptions, late(f"{__package__}.commands:regenerate"), _REGENERATE)
     commands.add("inspect", InspectOptions, late(f"{__package__}.commands:inspect"), _INSPECT)
-    commands.add("presets", PresetsOptions, late(f"{__package__}.commands:list_presets"), _PRESETS)
+    commands.add("presets", PresetsOptions, lambda _: print(PRESETS_FILE.read_text(encoding="utf-8"), end=""), _PRESETS)
     work = commands.parse(given)
     print(f"blas: {blas.activate()}", file=sys.stderr)
     with Stop().listening():

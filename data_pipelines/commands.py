@@ -32,16 +32,8 @@ from eagle_mlx.vision.spans import MARK
 from .capturing import ShardCapture
 from .conversation import Conversation
 from .jsonl import check_new, partial_path
-from .options import (
-    CollectOptions,
-    DraftingOptions,
-    InspectOptions,
-    MakeOptions,
-    PresetsOptions,
-    RegenerateOptions,
-)
+from .options import CollectOptions, DraftingOptions, InspectOptions, MakeOptions, RegenerateOptions
 from .rendering import RenderReport, Sample, examine, render_all
-from .sources import PRESETS_FILE
 from .sources.reading import ReadReport, check_conversations, read_conversations
 from .synthesis import steerable
 from .synthesis.file import MakeLimits, Wanted, make_to_file
@@ -183,10 +175,6 @@ def tokenizer_of(target: Target) -> TokenizerWrapper:
     if target.tokenizer is None:
         raise TargetError(f"{target.name} has no tokenizer")
     return target.tokenizer
-
-
-def list_presets(_: PresetsOptions) -> None:
-    print(PRESETS_FILE.read_text(encoding="utf-8"), end="")
 
 
 def inspect(options: InspectOptions) -> None:

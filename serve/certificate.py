@@ -11,26 +11,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eagle_mlx import Engine, FixedPolicy, HeadProposer, SamplingParams, Target, __version__, hub, learn_costs
+import eagle_mlx as em
+from eagle_mlx import hub
 from eagle_mlx.catalog.head_search import head_folder
-from eagle_mlx.engine.cost_curve import Curve
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import check_file
-from eagle_mlx.heads.precision import described
-from eagle_mlx.judge import Recording, draft_along, record
 from eagle_mlx.machine import describe
 from eagle_mlx.paired import Decoded, tau, tau_interval
 from eagle_mlx.progress import counted, progress_bar, show_step
-from eagle_mlx.target import fingerprint
 
-from .bench.measure import TextComparison, compare
-from .bench.report import write_json
-from .comparison import files_of, load_prompts
+from .bench.report import TextComparison, write_json
 from .head_choice import load_head
 from .head_options import Answers, Certify, Show
-from .prompts import Question
+
+if TYPE_CHECKING:
+    from eagle_mlx.engine.cost_curve import Curve
+    from eagle_mlx.judge import Recording
+
+    from .prompts import Question
 
 TEMPERATURES = (0.0, 1.0)
 TEXTS = 24  # the most texts that are decoded with the head, spread over the prompts: three batches of eight
@@ -125,6 +125,11 @@ def read_certificate(file: Path) -> Certificate | None:
 
 def certify(options: Certify) -> int:
     """Measure a head and write its certificate; return the exit status, 1 if a text differs. Raises EagleError."""
+    from eagle_mlx.heads.precision import described  # mlx-lm waits until a model is loaded
+    from eagle_mlx.target import fingerprint
+
+    from .comparison import files_of, load_prompts
+
     answers = options.answers
     folder = head_folder(options.head)
     file = options.output or folder / hub.CERTIFICATE
@@ -133,7 +138,7 @@ def certify(options: Certify) -> int:
     target, questions, prompts = load_prompts(options.target, answers)
     head = load_head(options.head, target, answers.head_bits)
     answers.loading.wire_active()
-    texts, acceptance = measure(target, HeadProposer(head), questions, prompts, answers)
+    texts, acceptance = measure(target, em.HeadProposer(head), questions, prompts, answers)
     certificate = Certificate(
         date=date.today().isoformat(),
         head=hub.public_name(options.head),
@@ -147,8 +152,8 @@ def certify(options: Certify) -> int:
         max_tokens=answers.max_tokens,
         texts=texts,
         acceptance=acceptance,
-        cost_curve=learn_costs(target),
-        eagle_mlx=__version__,
+        cost_curve=em.learn_costs(target),
+        eagle_mlx=em.__version__,
         machine=asdict(describe()),
     )
     write_json(asdict(certificate), file)
@@ -162,18 +167,21 @@ def certify(options: Certify) -> int:
 
 
 def measure(
-    target: Target,
-    proposer: HeadProposer,
+    target: em.Target,
+    proposer: em.HeadProposer,
     questions: Sequence[Question],
     prompts: Sequence[list[int]],
     answers: Answers,
 ) -> tuple[TextComparison, list[Acceptance]]:
     """Compare greedy texts with plain decoding, and measure τ. Raises EagleError if all answers loop."""
+    from eagle_mlx.judge import draft_along, record
+
     proposer.bind(target)
-    acceptance, texts, total = list[Acceptance](), list[Recording](), len(TEMPERATURES) * len(prompts)
+    texts: list[Recording] = []
+    acceptance, total = list[Acceptance](), len(TEMPERATURES) * len(prompts)
     with progress_bar(total=total, desc="certifying", unit="answer", disable=answers.quiet) as bar:
         for temperature in TEMPERATURES:
-            params, left_out = SamplingParams(temperature, max_tokens=answers.max_tokens), Counter[str]()
+            params, left_out = em.SamplingParams(temperature, max_tokens=answers.max_tokens), Counter[str]()
             decoded = defaultdict[str, list[Decoded]](list)
             recordings = record(target, proposer.aux_layers, prompts, params)
             for question, recording in zip(questions, recordings, strict=True):
@@ -198,12 +206,14 @@ def measure(
         return identity(target, proposer, spread, answers.depth), acceptance
 
 
-def identity(target: Target, proposer: HeadProposer, recordings: Sequence[Recording], depth: int) -> TextComparison:
+def identity(target: em.Target, proposer: em.HeadProposer, texts: Sequence[Recording], depth: int) -> TextComparison:
     """Decode recorded greedy answers again with a proposer, and compare the texts."""
-    params = [recording.params for recording in recordings]
-    prompts = [list(recording.text[: recording.answer]) for recording in recordings]
-    expected = [recording.text[recording.answer :] for recording in recordings]
-    outputs = Engine(target, proposer=proposer, policy=FixedPolicy(depth)).generate(prompts, params)
+    from .bench.measure import compare
+
+    params = [recording.params for recording in texts]
+    prompts = [list(recording.text[: recording.answer]) for recording in texts]
+    expected = [recording.text[recording.answer :] for recording in texts]
+    outputs = em.Engine(target, proposer=proposer, policy=em.FixedPolicy(depth)).generate(prompts, params)
     tokens = [output.tokens for output in outputs]
     return compare(target, prompts, expected, tokens, params)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,10 +15,10 @@ from eagle_mlx.catalog import head_search
 from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.head_check import head_warning
-from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.target import Target
+
+if TYPE_CHECKING:
+    from eagle_mlx.heads import DraftHead
+    from eagle_mlx.target import Target
 
 _MOST_LAYERS = 8  # heads have few layers; anything with more is a model and is not downloaded as a head
 _WITHOUT_MTP = "this conversion leaves out the model's own MTP layers; to fetch them"
@@ -26,6 +26,9 @@ _WITHOUT_MTP = "this conversion leaves out the model's own MTP layers; to fetch 
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
+    from eagle_mlx.head_check import head_warning  # mlx-lm waits until a model is loaded
+    from eagle_mlx.heads.precision import quantize_for
+
     head = head_search.load_found(name, target)
     quantize_for(head, target, bits)
     if (warning := head_warning(head, target)) is not None:

@@ -1,4 +1,4 @@
-"""`--help` and `--version` import little, and the modules that commands name for later exist."""
+"""Commands that load no model import little, and the modules that commands name for later exist."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.catalog.head_search import PREFERRED
 from eagle_mlx.heads import KINDS
 from eagle_mlx.train.kind_settings import KIND_SETTINGS, LAYOUTS
 
@@ -26,6 +27,8 @@ COMMANDS = {
     "eagle-train": ("", "report"),
 }
 """Subcommands by command."""
+WITHOUT_MODEL = {"eagle-data": ["presets"], "eagle-heads": ["show checkpoints/head", "find Qwen3-8B-4bit", "list"]}
+"""Subcommands that load no model: they may import MLX, but neither mlx-lm nor transformers."""
 PROGRAM = """
 import sys
 from pkgutil import resolve_name
@@ -37,7 +40,8 @@ for line in lines:
         resolve_name(entry)()
     except SystemExit as end:
         assert not end.code, line
-print(*{name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names, file=sys.stderr)
+    names = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+    print("imported", *names, file=sys.stderr)
 """
 
 
@@ -50,12 +54,15 @@ def scripts() -> dict[str, str]:
 def test_help_and_version_import_no_package_but_yaml(command: str) -> None:
     parts = COMMANDS.get(command, ("",))
     lines = [f"{command} {part} {flag}" for part in parts for flag in ("--help", "--version")]
-    line = [sys.executable, "-c", PROGRAM, scripts()[command], *lines]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    working = [f"{command} {part}" for part in WITHOUT_MODEL.get(command, ())]
+    line = [sys.executable, "-c", PROGRAM, scripts()[command], *lines, *working]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("usage: ") == len(parts)
     assert ended.stdout.count(f" {em.__version__}\n") == len(parts)
-    assert {name for name in ended.stderr.split() if "cython" not in name} - LIGHT == {"eagle_mlx"}
+    imported = [{*line.split()[1:]} for line in ended.stderr.splitlines() if line.startswith("imported")]
+    assert {name for name in imported[len(lines) - 1] if "cython" not in name} - LIGHT == {"eagle_mlx"}
+    assert not imported[-1] & {"mlx_lm", "transformers"}
 
 
 def test_every_function_that_is_imported_late_exists() -> None:
@@ -75,6 +82,8 @@ def test_every_function_that_is_imported_late_exists() -> None:
 
 def test_the_kinds_and_layouts_in_the_help_are_those_of_the_library() -> None:
     assert KINDS.keys() == KIND_SETTINGS.keys()
+    assert {kind.name: kind.title for kind in KINDS.values()} == PREFERRED
+    assert {kind.name for kind in KINDS.values() if kind.mode == "mtp"} == {"mtp"}
     lines = []
     for name in sorted({layout.name for kind in KINDS.values() for layout in kind.formats}):
         pairs = [(kind.title, layout) for kind in KINDS.values() for layout in kind.formats if layout.name == name]

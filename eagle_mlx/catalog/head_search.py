@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
@@ -20,10 +20,15 @@ from eagle_mlx.catalog.base_model import BASE_MODEL, names_of, same_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.heads import KINDS, check_fit, load_head
-from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.mtp.published import has_mtp_layer, mtp_of_model, published_with_mtp
-from eagle_mlx.target import Target
+from eagle_mlx.late import late
+
+if TYPE_CHECKING:
+    from eagle_mlx.heads import DraftHead
+    from eagle_mlx.target import Target
+
+# Networks wait until a head is loaded, because they import mlx-lm and transformers.
+has_mtp_layer = late("eagle_mlx.heads.mtp.published:has_mtp_layer")
+published_with_mtp = late("eagle_mlx.heads.mtp.published:published_with_mtp")
 
 Origin = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05
@@ -34,8 +39,16 @@ _INCLUDED = ("head", "smollm2-135m-instruct")
 """The heads in `checkpoints`. The first is for the target there; the config of others names a base model."""
 _CONFIG, _BEST = "config.json", "best"
 """The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
-PREFERRED = ("dspark", "dflash2", "dflash", "peagle", "eagle3", "mtp", "eagle")
-"""Kinds of published heads by τ for the cost of a draft, the best first.
+PREFERRED = {
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "dflash": "DFlash",
+    "peagle": "P-EAGLE",
+    "eagle3": "EAGLE-3",
+    "mtp": "MTP",
+    "eagle": "EAGLE-1",
+}
+"""Kinds of published heads with their titles, by τ for the cost of a draft, the best first.
 
 DeepSpec's paper (arXiv 2607.05147) trained three alike; for Qwen3-8B on MT-bench with chains of 7, τ is 3.72 for
 DSpark, 3.11 for DFlash and 2.66 for EAGLE-3. P-EAGLE (arXiv 2602.01469) is EAGLE-3 whose draft costs one forward.
@@ -167,7 +180,7 @@ def find_heads(
         if has_mtp_layer(folder)
     ]
     choice = known_heads_for(names)
-    first, *others = dict.fromkeys(KINDS[head.kind].title for head in choice) or [""]
+    first, *others = dict.fromkeys(PREFERRED[head.kind] for head in choice) or [""]
     why = f" ({first} before {', '.join(others)} by published τ for the cost of a draft)" if others else ""
     published = [head.found(f"{head}{'' if index else why}") for index, head in enumerate(choice)]
     by_name: dict[str, FoundHead] = {}
@@ -210,6 +223,9 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
 
     Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
+    from eagle_mlx.heads import check_fit, load_head
+    from eagle_mlx.heads.mtp import mtp_of_model
+
     folder = head_folder(name)
     if not has_mtp_layer(folder):
         return load_head(folder, target)
@@ -238,10 +254,11 @@ class KnownHead:
 
     def __str__(self) -> str:
         facts = f"license {self.license}, size {self.size}, revision {self.revision}"
-        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, {facts}"
+        return f"{self.head}, {PREFERRED[self.kind]} for {self.target}, {facts}"
 
     def found(self, about: str) -> FoundHead:
-        is_here, mode = hub.cached(self.head) is not None, KINDS[self.kind].mode
+        is_here = hub.cached(self.head) is not None
+        mode: Literal["eagle", "mtp"] = "mtp" if self.kind == "mtp" else "eagle"
         return FoundHead(self.head, about, is_here, mode, only_by_name=self.license not in PERMITTING)
 
 
@@ -260,4 +277,4 @@ def known_heads() -> tuple[KnownHead, ...]:
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:
     """Return the published heads for a target with any of these names, by preferred kind, then in the table's order."""
     heads = [head for head in known_heads() if any(same_model(name, head.target) for name in names)]
-    return sorted(heads, key=lambda head: PREFERRED.index(head.kind))
+    return sorted(heads, key=lambda head: list(PREFERRED).index(head.kind))

@@ -23,7 +23,7 @@ from ..prompts import Question
 from ..speculation import MemoryOptions
 from .modes import BenchModels, EngineMode, MlxLmMode, Mode, Timed, take_turns
 from .options import BASELINES, BenchConfig
-from .report import BenchRun, Category
+from .report import BenchRun, Category, TextComparison
 
 GROUP_PER_ROW = 4  # Prompts per row of the batch in one turn. Rows that end early are filled with further prompts.
 
@@ -43,16 +43,6 @@ def acceptance_by_position(outputs: Sequence[Output]) -> list[float]:
 # Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of
 # one token and of eight differ by up to 3e-5. For 16-bit types: two steps between logits of 8 and 16.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
-
-
-@dataclass(frozen=True)
-class TextComparison:
-    """A comparison of one mode's continuations with the reference's, counted by prompt."""
-
-    identical: int = 0
-    excused: int = 0
-    """Continuations whose first difference is a near-tie: both tokens are within the tolerance of the target's best."""
-    different: int = 0
 
 
 def tolerance_for(target: Target) -> float:

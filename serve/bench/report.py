@@ -12,6 +12,16 @@ from eagle_mlx.files import name_of, write_output
 
 
 @dataclass(frozen=True)
+class TextComparison:
+    """A comparison of one mode's continuations with the reference's, counted by prompt."""
+
+    identical: int = 0
+    excused: int = 0
+    """Continuations whose first difference is a near-tie: both tokens are within the tolerance of the target's best."""
+    different: int = 0
+
+
+@dataclass(frozen=True)
 class Category:
     """The figures of one mode over the prompts of one category; None if all of them loop."""
 

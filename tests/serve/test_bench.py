@@ -29,7 +29,6 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.measure import (
-    TextComparison,
     acceptance_by_position,
     acceptance_length,
     compare,
@@ -38,7 +37,7 @@ from eagle_mlx.serve.bench.measure import (
 )
 from eagle_mlx.serve.bench.modes import BenchModels, Decoding, EngineMode, Mode, build_modes, take_turns
 from eagle_mlx.serve.bench.options import BenchConfig, ModeName
-from eagle_mlx.serve.bench.report import BenchRun
+from eagle_mlx.serve.bench.report import BenchRun, TextComparison
 from eagle_mlx.target import nbytes_of
 from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
