@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -36,6 +37,7 @@ after the last. On M1 and M2 each token has its own kernel.
 """
 
 
+@cache
 def verify_seconds(curve: str, tokens: int) -> float:
     points = CURVES[curve]
     (x0, y0), (x1, y1) = points[-2:]
@@ -134,8 +136,7 @@ class World:
         if plan == PLAIN == self._latest.get(group) and (after := policy.plan(context)) == PLAIN:
             self._ahead[group] = after
         self._latest[group] = plan
-        observed = result(plan, depths, accepted, measured, paths, confidences, group)
-        policy.observe(replace(observed, trials=trials))
+        policy.observe(result(plan, depths, accepted, measured, paths, confidences, group, trials))
         self.rounds, self.seconds = self.rounds + 1, self.seconds + seconds
         self.tokens += sum(map(self.expected, [plan] * rows, depths, chances)) / rows
         self.plans.append(plan)
@@ -216,7 +217,8 @@ def result(
     paths: Sequence[Sequence[int]] = (),
     confidences: Sequence[Sequence[float]] = (),
     group: int = 0,
+    trials: Sequence[Trial] = (),
 ) -> RoundResult:
     """Return a round of rows that continue."""
     taken = [kept + 1 for kept in accepted]
-    return RoundResult(plan, drafted, accepted, taken, seconds, paths=paths, confidences=confidences, group=group)
+    return RoundResult(plan, drafted, accepted, taken, seconds, None, paths, confidences, group, trials)
