@@ -48,11 +48,10 @@ class SamplingBatch:
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
         """Collect the rows' parameters. `seeds`: every row's seed, including those that the requests did not set."""
         rules, filters = [row.rule for row in params], Filters.of(params)
-        keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
         return cls(
             temperature=mx.array([0.0 if row.rule == "greedy" else row.temperature for row in params], mx.float32),
             filters=filters,
-            keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
+            keys=mx.array(_stream_keys(seeds, rules)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
             thresholds=mx.array([p.threshold if p.rule == "threshold" else math.inf for p in params], mx.float32),
             rules=frozenset(rules),
@@ -64,12 +63,12 @@ class SamplingBatch:
         return self.rules <= {"greedy"}
 
 
-def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """Return one key per stream, [len(Stream), 2]; similar seeds and different streams share no structure."""
-    digest = blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8 * len(Stream)).digest()
-    keys = np.frombuffer(digest, "<u4").astype(np.uint32).reshape(len(Stream), 2)
-    if rule == "coupled":
-        keys[Stream.DRAFT] = keys[Stream.TOKEN]
+def _stream_keys(seeds: Sequence[int], rules: Sequence[Rule]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
+    """Return the keys [B, len(Stream), 2] of rows; similar seeds and different streams share no structure."""
+    digests = [blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=8 * len(Stream)).digest() for seed in seeds]
+    keys = np.frombuffer(b"".join(digests), "<u4").astype(np.uint32).reshape(-1, len(Stream), 2)
+    coupled = np.array([rule == "coupled" for _, rule in zip(seeds, rules, strict=True)], bool)
+    keys[coupled, Stream.DRAFT] = keys[coupled, Stream.TOKEN]
     return keys
 
 
