@@ -16,6 +16,7 @@ from eagle_mlx import blas
 from eagle_mlx.blas import prompt_threads
 from eagle_mlx.blas.choice import Choice, Variant, decide
 from eagle_mlx.blas.trial import ROWS
+from tests.full import in_full
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast BLAS of its own")
 
@@ -101,8 +102,8 @@ def seconds():
     start = perf_counter()
     mx.eval(a @ a)
     return perf_counter() - start
-print(min(seconds() for _ in range(30)))  # the least of many: other work must not count
-"""
+print(min(seconds() for _ in range(COUNT)))  # the least of many: other work must not count
+""".replace("COUNT", str(in_full(30, 8)))
     fast, slow = float(run(tmp_path, code)[0]), float(run(tmp_path, code, setting="reference")[0])
     # About 40 times on two idle cores.
     assert slow > 4 * fast

@@ -30,7 +30,7 @@ from tests.full import diagonal, in_full, in_turn, mixed
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in (5, 150, 17, 40, 2, 120)]
-TOKENS = 14
+TOKENS = in_full(14, 10)
 GREEDY = em.SamplingParams(max_tokens=TOKENS)
 ALONE = [em.Engine(TARGET, max_batch=1).generate([prompt], GREEDY)[0].tokens for prompt in PROMPTS]
 DRAFTERS: list[Drafter | None] = [None, None, "ngrams", "model", "none"]
@@ -149,7 +149,7 @@ def test_an_unchecked_row_leaves_clean_slots(cache: str, drafts: str) -> None:
     long, sick, short, after = ([int(t) for t in rng.integers(3, 90, n)] for n in (180, 170, 4, 140))
     sick[100] = SICK
     lone = em.Engine(target, max_batch=1, kv_bits=bits)
-    params = em.SamplingParams(max_tokens=24, logit_bias={SICK: -1e4})
+    params = em.SamplingParams(max_tokens=in_full(24, 14), logit_bias={SICK: -1e4})
     wanted = {tuple(p): lone.generate([p], params)[0].tokens for p in (long, short, after)}
     engine = em.Engine(
         target, PROPOSERS[drafts](target), policy=em.FixedPolicy(2), max_batch=9, prefill_chunk=2000, kv_bits=bits

@@ -31,6 +31,8 @@ TARGET = tiny_target()
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 40, 17, 2, 33)]
 COUNT = 14
+TURNS = in_full(3, 2)
+"""Hostile proposers of a test, each with another seed."""
 GREEDY = em.SamplingParams(max_tokens=COUNT)
 SEEDED = em.SamplingParams(max_tokens=COUNT, temperature=1.0, seed=3)
 Change = Callable[[Draft], Any]
@@ -166,7 +168,7 @@ def test_text_is_the_targets_own_whatever_is_drafted(
 def test_a_learning_policy_survives_made_up_confidences(seed: int) -> None:
     spoil = spoiler(seed, [mx.int32])
     policy = em.ThroughputPolicy(6, max_nodes=12)
-    for _ in range(3):
+    for _ in range(TURNS):
         engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], seed, spoil), policy=policy, max_batch=3)
         assert [output.tokens for output in engine.generate(PROMPTS, GREEDY)] == ALONE[GREEDY]
 
@@ -331,7 +333,7 @@ def test_padding_that_leads_to_nan_is_not_read(policy: em.FixedPolicy) -> None:
         right = mx.array(np.isin(np.array(draft.tokens), list(used)).all(axis=1))
         return replace(draft, tokens=mx.where(counts, draft.tokens, 0), lengths=mx.where(right, draft.lengths, 0))
 
-    for seed in range(3):
+    for seed in range(TURNS):
         engine = em.Engine(target, Hostile(texts, seed, spoil), policy=policy, max_batch=3, prefill_chunk=16)
         outputs = engine.generate(PROMPTS, GREEDY)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
@@ -370,7 +372,7 @@ def test_a_rejected_draft_with_nan_logits_does_not_harm_its_row(policy: em.Fixed
 
     prompts = [prompt for prompt in PROMPTS if bad not in prompt]
     wanted = [ALONE[GREEDY][PROMPTS.index(prompt)] for prompt in prompts]
-    for seed in range(3):
+    for seed in range(TURNS):
         engine = em.Engine(target, Hostile(ALONE[GREEDY], seed, spoil), policy=policy, max_batch=3)
         outputs = engine.generate(prompts, GREEDY)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in wanted]
@@ -438,7 +440,7 @@ def test_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, par
         return replace(draft, tokens=mx.where(wrong, bad, mx.where(draft.tokens == bad, 0, draft.tokens)))
 
     ended = 0
-    for seed in range(3):
+    for seed in range(TURNS):
         spoils, proposer = True, Hostile(texts, seed, spoil)
         engine = em.Engine(poisoned([bad]), proposer, policy=policy, max_batch=3, prefix_cache_bytes=1 << 20)
         ended += assert_nan_ends_its_rows_alone(engine.generate(PROMPTS, params), texts)
@@ -446,7 +448,7 @@ def test_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, par
         outputs = engine.generate(PROMPTS, params)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
         assert sum(output.accepted for output in outputs) > 0
-    assert 0 < ended < 3 * len(PROMPTS)
+    assert 0 < ended < TURNS * len(PROMPTS)
 
 
 @CHAIN_AND_TREE
@@ -455,7 +457,7 @@ def test_a_text_that_leads_to_nan_fails_even_if_it_was_drafted(policy: em.FixedP
     texts = plain(poisoned([]), GREEDY)
     bad = texts[1][6]
     target = poisoned([bad])
-    for seed in range(3):
+    for seed in range(TURNS):
         engine = em.Engine(target, Hostile(texts, seed), policy=policy, max_batch=3)
         output = engine.generate([PROMPTS[1]], GREEDY)[0]
         assert assert_nan_ends_its_rows_alone([output], [texts[1]]) == 1

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -142,6 +143,7 @@ class Scenario:
 TARGET = tiny_target()
 
 
+@cache
 def texts(params: em.SamplingParams = GREEDY) -> list[tuple[list[int], list[int]]]:
     alone = em.Engine(TARGET, max_batch=1)
     return [(prompt, alone.generate([prompt], params)[0].tokens) for prompt in PROMPTS]

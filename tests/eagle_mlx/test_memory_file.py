@@ -13,6 +13,7 @@ from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.proposers.suffixes import REACH, last_of
 from tests.disk_tier import said_of
 from tests.fakes import tiny_target
+from tests.full import in_full
 
 TARGET = tiny_target(tokenizer=True)
 RNG = np.random.default_rng(0)
@@ -136,7 +137,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_by_name_and_replaced(
 def test_no_damage_of_any_byte_is_taken_for_texts(tmp_path: Path) -> None:
     path = write(tmp_path)
     content = path.read_bytes()
-    for at in [*range(0, len(content), 97), *range(len(content) - 200, len(content))]:
+    for at in [*range(0, len(content), in_full(97, 389)), *range(len(content) - 200, len(content), in_full(1, 3))]:
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x15]) + content[at + 1 :])
         memory, file = opened(tmp_path, say=lambda _: None)
         file.close(30)

@@ -212,7 +212,7 @@ def test_rows_are_shared_fairly() -> None:
 
 def test_the_only_row_is_given_back_after_some_rounds() -> None:
     target = tiny_target()
-    target.context_length = 200
+    target.context_length = in_full(200, 140)
     text = em.Engine(target).generate([PROMPTS[0]], OPEN)[0].tokens
     engine = em.Engine(target, max_batch=1, prefix_cache_bytes=1 << 22)
     first = submit(engine, "a", PROMPTS[0])
@@ -221,7 +221,7 @@ def test_the_only_row_is_given_back_after_some_rounds() -> None:
     assert SLICE - 4 <= steps_until(engine, second) <= SLICE + MOST_STEPS
     finish(engine)
     assert first.tokens == second.tokens == text
-    assert 3 <= engine.pauses <= 8  # every 64 rounds, of two times 195
+    assert 3 <= engine.pauses <= 8  # every 64 rounds, of two times 195 or 135
 
 
 def test_a_request_that_does_not_fit_does_not_delay_other_clients() -> None:

@@ -70,7 +70,7 @@ def test_drafts_that_wrapped_around_the_ring_are_not_reused(kind: tuple[str, int
     ring = window + 16
     long = [int(t) for t in np.random.default_rng(1).integers(0, VOCAB, 2 * ring)]
     which = target(name, window)
-    for length in range(ring - 12, ring - 4, 2):
+    for length in range(ring - 12, ring - 4, in_full(2, 4)):
         engine = busy(which, Oracle({tuple(long[:length]): [0] * 99}, wrong=1.0), 8)
         cancelled(engine, long[:length], 6, em.SamplingParams(max_tokens=30))
         for shared in (30, length - 2):

@@ -14,7 +14,7 @@ from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
-REQUESTS, WARM_UP = in_full((2_000, 200), (100, 40))
+REQUESTS, WARM_UP = in_full((2_000, 200), (70, 30))
 
 
 def random_params(rng: np.random.Generator) -> em.SamplingParams:

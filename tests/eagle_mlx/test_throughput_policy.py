@@ -138,7 +138,9 @@ def test_one_early_exit_in_twenty_checks_half_the_threshold() -> None:
 @pytest.mark.parametrize(("curve", "side"), diagonal(in_turn(CURVES, 0), [1.5, 0.0]))
 def test_trees_are_drawn_if_they_pay(curve: str, side: float) -> None:
     world = World(curve, 0.5, side=side)
-    assert speeds(1500, curve=curve, chance=0.5, side=side, can=ALL).mean() > 0.95 * world.best(trees=TREES)
+    assert speeds(in_full(1500, 1000), curve=curve, chance=0.5, side=side, can=ALL).mean() > 0.95 * world.best(
+        trees=TREES
+    )
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -164,7 +166,7 @@ def test_that_of_two_drafters_drafts_which_pays_more(curve: str, place: str) -> 
 def test_each_row_drafts_from_what_pays_more_for_it(curve: str, place: str) -> None:
     """N-grams match in two of four rows."""
     world = {"curve": curve, "share": 0.5, "apart": 2, **PLACES[place]}
-    reached = speeds(1500, rows=4, seeds=SEEDS, **world)
+    reached = speeds(in_full(1500, 1000), rows=4, seeds=SEEDS, **world)
     assert reached.mean() > 0.95 * World(**world).best(4)
     assert reached.mean() > 0.97
 
@@ -202,7 +204,7 @@ def test_a_forward_that_was_interrupted_while_it_was_timed_hides_nothing(curve: 
 
 
 def test_rounds_that_compile_kernels_are_soon_tried_again() -> None:
-    reached = speeds(200, rounds=300, chance=0.7, compiling=14, seeds=range(6))
+    reached = speeds(200, rounds=300, chance=0.7, compiling=14, seeds=in_full(range(6), range(3)))
     assert reached.mean() > 0.94 * World(chance=0.7).best()
 
 

@@ -118,8 +118,11 @@ def proposers(target: em.Target) -> dict[str, Any]:
     }
 
 
+loaded = cache(em.load_target)
+
+
 def drafting(kind: str, folders: Callable[[str], Path], drafter: str = "nothing", **settings: Any) -> em.Engine:
-    target = em.load_target(folders(kind))
+    target = loaded(folders(kind))
     return em.Engine(target, proposers(target)[drafter](), policy=em.FixedPolicy(3), **settings)
 
 
