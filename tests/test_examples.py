@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eagle_mlx.data_pipelines import MakeConfig
 from eagle_mlx.train.run import loop
 from tests.forks import Fork
-from tests.full import FULL
+from tests.full import FULL, in_full
 from tests.train.empty_pictures import leave_empty_pictures
 
 ROOT = Path(__file__).parent.parent
@@ -116,7 +117,11 @@ def test_a_head_is_adapted_to_prompts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Two steps need not make a good head better."""
-    out = run("adapt_head", "--steps", "2", "--output", str(tmp_path / "head"), patch=monkeypatch, shown=capsys)
+    monkeypatch.setattr(MakeConfig, "max_tokens", in_full(MakeConfig.max_tokens, 32))
+    older = tmp_path / "older.jsonl"
+    older.write_text('{"prompt": "def f(x):", "completion": "return x"}\n' * 12)
+    args = ("--steps", "2", "--output", str(tmp_path / "head"), *in_full((), ("--replay", str(older))))
+    out = run("adapt_head", *args, patch=monkeypatch, shown=capsys)
     assert number(r"tokens per forward: (\S+) before", out) > 1
     assert number(r"(\S+) after 2 steps", out) > 1
     assert 50 < len((tmp_path / "head.self.jsonl").read_text().splitlines()) <= 60

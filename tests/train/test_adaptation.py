@@ -186,9 +186,10 @@ def test_additions_of_low_rank_are_merged_into_a_quantized_head(
 
 
 def test_the_target_answers_prompts_and_writes_what_must_not_be_forgotten(
-    tmp_path: Path, few: Path, capsys: Any
+    tmp_path: Path, few: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Files of an earlier run are used again, unless the prompts have changed."""
+    monkeypatch.setattr(MakeConfig, "max_tokens", 32)
     target, prompts, out = talking_target_folder(tmp_path / "target"), tmp_path / "ask.jsonl", tmp_path / "out"
     head = written(target, "eagle3", tmp_path / "head")
     questions = [Conversation((Message("user", f"question {number}"),)) for number in range(70)]
