@@ -145,7 +145,7 @@ def test_what_was_torn_or_damaged_is_made_again(
     assert b"r0le" in damaged[-2]
     for content in damaged:
         part.write_bytes(content)
-        regenerate_to_file(Engine(target, max_batch=2), asked(), CONFIG, path)
+        regenerate_to_file(Engine(target, max_batch=in_full(2, 6)), asked(), CONFIG, path)
         assert path.read_bytes() == whole
         path.unlink()
 

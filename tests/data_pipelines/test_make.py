@@ -336,8 +336,11 @@ def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
 
 def test_a_first_turn_begins_with_one_of_the_openings(target: Target, tmp_path: Path) -> None:
     openings = ("Who wrote", "Translate into English:", "Anna has 3")
-    config = replace(CONFIG, domains=(Domain("begun", 1.0, "system words", openings), Domain("any", 1.0)))
-    make_to_file(Engine(target, max_batch=5), config, Wanted(rows=24), tmp_path / "own.jsonl")
+    config = replace(
+        CONFIG, seed=in_full(3, 5), domains=(Domain("begun", 1.0, "system words", openings), Domain("any", 1.0))
+    )
+    count, batch = in_full((24, 5), (14, 14))
+    make_to_file(Engine(target, max_batch=batch), config, Wanted(rows=count), tmp_path / "own.jsonl")
     rows = [json.loads(line)["messages"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
     begun = [row for row in rows if row[0]["content"].startswith(openings)]
     assert {o for o in openings for row in begun if row[0]["content"].startswith(o)} == set(openings)
@@ -438,7 +441,7 @@ def test_loops_are_not_written_to_their_end(
     reports, read = [], []
     for number, look in enumerate((1000, 8, 8)):
         monkeypatch.setattr(loop_module, "LOOK", look)
-        engine = engines(target)[2] if number == 2 else Engine(target, max_batch=1)
+        engine = engines(target)[2] if number == 2 else Engine(target, max_batch=in_full(1, 2))
         positions_read.clear()
         reports.append(make_to_file(engine, greedy, Wanted(rows=2), tmp_path / f"{number}.jsonl"))
         read.append(sum(positions_read))

@@ -22,6 +22,7 @@ from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
 from eagle_mlx.target import Target
 from tests import hub_server
 from tests.fakes import embedded_tokenizer, tiny_config, tiny_head, tiny_target, tiny_target_folder
+from tests.full import in_full
 
 HEAD, TARGET = "someone/tiny-eagle3", "makers/tiny"
 ABOUT = f"{HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown, revision unknown"
@@ -282,10 +283,12 @@ def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.Ca
     assert f"speculation: eagle head {models}/head" in err
 
 
-def test_the_included_head_for_a_real_model_is_used(tmp_path: Path) -> None:
+def test_the_included_head_for_a_real_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has SmolLM2's widths that the head depends on, with random weights."""
     shape = {**tiny_config(layers=30, hidden=576, vocab=49_152), "intermediate_size": 64}
     target = Target(described_target("smollm2-135m-instruct", shape).model, embedded_tokenizer())
+    target.model.model.embed_tokens.weight = mx.tile(mx.random.normal((48, 576)), (1024, 1))
+    monkeypatch.setattr("eagle_mlx.head_check.TOKENS", in_full(64, 2))
     speculation, proposer, lines = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
     assert speculation.head == str(embedded("smollm2-135m-instruct"))
     assert isinstance(proposer, em.HeadProposer)

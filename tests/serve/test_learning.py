@@ -32,12 +32,16 @@ from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
 PARAMS = em.SamplingParams(max_tokens=12)
+ENOUGH = in_full(30, 14)
+"""Requests whose texts suffice for a cycle, which also judges the version of the last one."""
 
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten a cycle: what it decides does not depend on its size."""
-    for name, value in {"CYCLE_TOKENS": 100, "PASSES": 1, "LEAST_JUDGED": 4, "MOST_JUDGED": 5}.items():
+    tokens, least = in_full((100, 4), (50, 2))
+    sizes = {"CYCLE_TOKENS": tokens, "PASSES": 1, "LEAST_JUDGED": least, "MOST_JUDGED": least + 1}
+    for name, value in sizes.items():
         monkeypatch.setattr(learning, name, value)
     monkeypatch.setattr(texts, "HELD_OUT", 3)
 
@@ -106,7 +110,7 @@ def world(target: Target, head: Path | None, folder: Path, **settings: Any) -> I
 def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 18, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": in_full(18, 12), "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
     target, head = tiny_target(layers=3, vocab=32), tmp_path / "head"
     save_eagle3(tiny_head(target), head, target_name="tiny")
@@ -155,7 +159,7 @@ def test_without_a_head_ngrams_draft_until_a_new_one_is_better(tmp_path: Path, m
 
 
 def test_a_new_head_beats_ngrams_with_the_texts_that_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"CYCLE_TOKENS": 300, "PASSES": 6, "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": in_full(6, 4), "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
     with world(tiny_target(layers=3, vocab=32), None, tmp_path / "learned") as grown:
         grown.serve(60)
@@ -168,13 +172,13 @@ def test_a_new_head_beats_ngrams_with_the_texts_that_it_learns(tmp_path: Path, m
 def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_path: Path) -> None:
     """Pieces of work between all steps, at any share, and versions that change in the middle of answers."""
     rng = np.random.default_rng(1)
-    prompts = rng.integers(0, target.vocab_size, (30, 6)).tolist()
+    prompts = rng.integers(0, target.vocab_size, (in_full(30, 20), 6)).tolist()
     params = [em.SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=12) for at in range(len(prompts))]
     expected = [output.tokens for output in em.Engine(target, max_batch=8).generate(prompts, params)]
     with world(target, head, tmp_path / "learned") as learned:
         learned.engine.max_batch = 8
         requests = [learned.engine.prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        learned.serve(30)
+        learned.serve(ENOUGH)
         for request in requests:
             learned.engine.submit(request)
         while not learned.engine.idle:
@@ -196,7 +200,7 @@ def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float, older: 
 
     monkeypatch.setattr("eagle_mlx.judge.gain_of", lambda *_: gain_of())
     monkeypatch.setattr(learning, "gain_of", lambda *_: Gain(older, -0.1, 0.1, "not told apart", 6, 12))
-    world.serve(30)
+    world.serve(ENOUGH)
     world.work()
 
 
@@ -204,7 +208,7 @@ def test_a_version_that_turns_out_worse_is_rolled_back(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world(target, head, tmp_path / "learned") as learned:
-        fresh = learned.prompts(24)
+        fresh = learned.prompts(in_full(24, 6))
         before = learned.tau(fresh)
         judged(learned, monkeypatch, 0.1)
         assert learned.learner.versions.serving == 1
@@ -236,7 +240,7 @@ def test_one_prompt_again_and_again_teaches_nothing(target: Target, head: Path, 
         learned.engine.generate([prompt] * 40, PARAMS)
         assert learned.work() == 5  # a piece takes eight texts in
         assert len(learned.learner.texts.all) == 8
-        learned.engine.generate([[7] * 40] * 3, em.SamplingParams(max_tokens=200))  # texts that loop
+        learned.engine.generate([[7] * 40] * 3, em.SamplingParams(max_tokens=in_full(200, 60)))  # texts that loop
         learned.work()
         assert len(learned.learner.texts.all) == 8
         assert learned.learner.steps == 0
@@ -249,11 +253,11 @@ def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance
         judged(learned, monkeypatch, -0.1)
         judged(learned, monkeypatch, -0.1)
         steps = learned.learner.steps
-        learned.serve(30)
+        learned.serve(ENOUGH)
         learned.work()
         assert learned.learner.steps == steps
         learned.learner.collector.accepted.extend([(30, 10)] * 50 + [(12, 10)] * 50)
-        learned.serve(30)
+        learned.serve(ENOUGH)
         learned.work()
         assert learned.learner.steps > steps
 
@@ -269,11 +273,11 @@ def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with world(target, head, tmp_path / "learned") as learned:
-        fresh = learned.prompts(24)
+        fresh = learned.prompts(in_full(24, 6))
         before = learned.tau(fresh)
         monkeypatch.setattr(learning, "draft_along", lambda *_: 1 / 0)
         for _ in range(4):
-            learned.serve(30)
+            learned.serve(ENOUGH)
             learned.work()
         assert learned.tau(fresh) == before
         assert not learned.learner.pending
@@ -354,7 +358,7 @@ def test_while_requests_decode_nothing_is_learned_and_few_syncs_are_added(
 
     monkeypatch.setattr(mx, "eval", eval_counted)
     monkeypatch.setattr(target, "forward", forward_counted)
-    long = em.SamplingParams(max_tokens=100, ignore_eos=True)
+    long = em.SamplingParams(max_tokens=in_full(100, 66), ignore_eos=True)
 
     def decoded(engine: em.Engine, prompts: list[list[int]], learner: Learner | None) -> dict[str, int]:
         counts.update(evals=0, forwards=0)
@@ -366,7 +370,7 @@ def test_while_requests_decode_nothing_is_learned_and_few_syncs_are_added(
         return dict(counts)
 
     with world(target, head, tmp_path / "learned") as learned:
-        learned.serve(30)
+        learned.serve(ENOUGH)
         assert learned.learner.pending
         prompts = learned.prompts(4)
         plain = em.Engine(target, em.HeadProposer(em.load_head(head, target)), policy=em.FixedPolicy(3), max_batch=64)
