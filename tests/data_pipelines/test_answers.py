@@ -103,7 +103,7 @@ def test_an_interrupted_file_is_gone_on_with(
 ) -> None:
     rng = random.Random(0)
     reports = []
-    for number in range(in_full(6, 3)):
+    for number in range(in_full(6, 2)):
         path = tmp_path / f"{number}.jsonl"
         made = 0
         while not path.exists():  # interrupted repeatedly, each time with another engine

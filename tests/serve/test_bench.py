@@ -315,14 +315,14 @@ def test_loops_are_left_out_and_counted() -> None:
 
 
 def test_only_looping_prompts_are_left_out() -> None:
-    target = tiny_target(seed=3, tokenizer=True)
+    target, most = tiny_target(seed=3, tokenizer=True), in_full(40, 20)
     modes = [EngineMode("plain", BenchModels(target), 1)]
-    outputs = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0].outputs
+    outputs = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, most))[0].outputs
     ratios = sorted(distinct_ratio(output.tokens) for output in outputs)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)
     assert 0 < looping < len(PROMPTS), "choose another seed"
-    config = BenchConfig(max_tokens=40, repeats=1, least_distinct=middle)
+    config = BenchConfig(max_tokens=most, repeats=1, least_distinct=middle)
     (run,) = measure(target, modes, PROMPTS, config, progress=False)
     assert run.left_out_looping == looping
     assert run.prompts == len(PROMPTS) - looping

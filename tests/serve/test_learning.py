@@ -208,7 +208,7 @@ def test_a_version_that_turns_out_worse_is_rolled_back(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world(target, head, tmp_path / "learned") as learned:
-        fresh = learned.prompts(in_full(24, 6))
+        fresh = learned.prompts(in_full(24, 12))
         before = learned.tau(fresh)
         judged(learned, monkeypatch, 0.1)
         assert learned.learner.versions.serving == 1
@@ -273,7 +273,7 @@ def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with world(target, head, tmp_path / "learned") as learned:
-        fresh = learned.prompts(in_full(24, 6))
+        fresh = learned.prompts(in_full(24, 12))
         before = learned.tau(fresh)
         monkeypatch.setattr(learning, "draft_along", lambda *_: 1 / 0)
         for _ in range(4):

@@ -22,7 +22,7 @@ from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
 from eagle_mlx.serve.api.service import ModelSource
 from eagle_mlx.serve.decoding_options import renderer
-from tests.full import FULL
+from tests.full import FULL, in_full
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
@@ -568,7 +568,8 @@ def test_several_models_are_counted_together(page: Page) -> None:
 
 @browsing
 def test_a_model_can_be_chosen_if_there_are_several(page: Page) -> None:
-    sources = [ModelSource(name, lambda: Loaded(engine("none")), max_batch=4) for name in "ab"]
+    made = lambda: Loaded(engine("none", context=in_full(512, 64)))  # noqa: E731
+    sources = [ModelSource(name, made, max_batch=4) for name in "ab"]
     with live(models=Models(wide(), sources, at_start=True)) as running:
         page.open(running.base + "/")
         page.until("document.querySelector('#choice').options.length === 2")

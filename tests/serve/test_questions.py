@@ -21,7 +21,7 @@ from eagle_mlx.serve.prompts import Question, read_questions, with_filler
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
-from tests.full import in_turn
+from tests.full import in_full, in_turn
 from tests.serve.questions import ROWS, write
 
 
@@ -65,9 +65,9 @@ def test_later_turns_include_the_answers_of_their_own_mode() -> None:
 
 
 def test_turns_after_a_loop_are_skipped() -> None:
-    target = tiny_target(seed=3, tokenizer=True)
+    target, most = tiny_target(seed=3, tokenizer=True), in_full(40, 24)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
-    texts = Engine(target).generate(prompts, SamplingParams(max_tokens=40))
+    texts = Engine(target).generate(prompts, SamplingParams(max_tokens=most))
     looping = [is_loop(output.tokens, 0.6) for output in texts]
     assert 0 < sum(looping) < 4, "choose another seed"
     questions = [
@@ -75,7 +75,7 @@ def test_turns_after_a_loop_are_skipped() -> None:
         for prompt, loops in zip(prompts, looping, strict=True)
     ]
     modes = build_modes(BenchModels(target), ["plain"], [1], [2])
-    [run] = measure(target, modes, questions, BenchConfig(40, repeats=1, least_distinct=0.6), progress=False)
+    [run] = measure(target, modes, questions, BenchConfig(most, repeats=1, least_distinct=0.6), progress=False)
     assert [not question.noted for question in questions] == looping
     by_name = {category.name: category for category in run.by_category}
     lost = by_name["looping"]

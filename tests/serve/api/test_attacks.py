@@ -22,6 +22,7 @@ from eagle_mlx.serve.api.encoding import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.received import B
+from tests.full import in_full
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 
@@ -525,7 +526,7 @@ def test_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
         return [choice["message"]["content"] for choice in answer["choices"]]
 
-    load = lambda: Loaded(engine(context=150, prefix_cache_bytes=1 << 22), "ngram", DEPTH)  # noqa: E731
+    load = lambda: Loaded(engine(context=in_full(150, 80), prefix_cache_bytes=1 << 22), "ngram", DEPTH)  # noqa: E731
     with live(load) as server, another_client(server) as other, ThreadPoolExecutor(1) as pool:
         alone = texts(server)
         again = pool.submit(texts, server)

@@ -60,10 +60,10 @@ class Held:
         return self._text + "".join(self._pieces)
 
 
-def hold(server: Live, count: int) -> list[Held]:
-    """Open streams that do not end."""
+def hold(server: Live, count: int, tokens: int = 400) -> list[Held]:
+    """Open streams that do not end, or soon if a test reads them to their end."""
     held = []
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     for _ in range(count):
         request = server.http.build_request("POST", "/v1/chat/completions", json=body)
         answer = server.http.send(request, stream=True)
@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
 def test_draining_finishes_requests_in_progress() -> None:
     with live() as server:
         with server.slowed():
-            held = hold(server, 2)
+            held = hold(server, 2, in_full(400, 40))
             server.terminate()
             health = server.http.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "draining"})
@@ -261,11 +261,12 @@ def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
         text = "\n".join(said)
         for word in ("target: ", "speculation: ngram", "blas: ", "context: 512", "memory: ", "model: model"):
             assert word in text
+        long = LONG | {"max_tokens": in_full(500, 200)}
         base, headers = said[-1].removeprefix("ready: "), {"Authorization": "Bearer k"}
         for _ in range(2):
             assert httpx.post(f"{base}/tokenize", json={"prompt": "x"}).status_code == 401
         assert httpx.get(f"{base}/health", headers={"Host": "evil.example"}).status_code == 403
-        with httpx.stream("POST", f"{base}{COMPLETIONS}", json={**LONG, "stream": True}, headers=headers) as stream:
+        with httpx.stream("POST", f"{base}{COMPLETIONS}", json=long | {"stream": True}, headers=headers) as stream:
             pieces = stream.iter_text()
             text = next(pieces)
             process.send_signal(signal.SIGTERM)

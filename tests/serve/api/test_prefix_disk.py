@@ -15,6 +15,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target_folder
+from tests.full import in_full
 from tests.serve.api.live import NAME, Live, live, wide
 from tests.serve.api.test_life import hold
 from tests.serve.api.test_prefixes import SYSTEM, user
@@ -49,7 +50,7 @@ def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
         for chat, (content, _, _) in zip(chats, turn(running), strict=True):
             chat += [{"role": "assistant", "content": content}, user("And then?")]
         before = turn(never_restarted)
-        held = hold(running, 2)
+        held = hold(running, 2, in_full(400, 60))
         running.terminate()
         assert all(stream.rest().endswith("data: [DONE]\n\n") for stream in held)
     with live(with_files(tmp_path)) as restarted:

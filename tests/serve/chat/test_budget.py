@@ -22,7 +22,7 @@ from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.terminal_chat import main as chat
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import tiny_target, tiny_target_folder
-from tests.full import diagonal
+from tests.full import diagonal, in_full
 from tests.serve.api.live import Live, live, loaded_format
 from tests.serve.chat.formats import SCHEMA, VOCAB, format_of, target_of, with_format
 
@@ -32,7 +32,7 @@ SPELLED = ChatFormat(target_of("plain").tokenizer, AnswerStates("<think>", "</th
 PROMPT = [5, 6, 7, 8]
 ENDLESS = dict.fromkeys(TARGET.eos_token_ids, -100.0)
 """Biases against the tokens that end an answer, because `ignore_eos` does not apply with a grammar."""
-GREEDY = em.SamplingParams(max_tokens=24, logit_bias=ENDLESS)
+GREEDY = em.SamplingParams(max_tokens=in_full(24, 16), logit_bias=ENDLESS)
 SEEDED = replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -74,7 +74,7 @@ def test_a_thought_ends_after_its_budget_and_the_rest_is_what_the_model_says_the
     while decode(thought[:most]).endswith("\ufffd"):  # within a character
         most += 1
     begun = thought[:most] + tag_of(form)
-    rest = plain.generate([*PROMPT, *begun], replace(params, max_tokens=24 - len(begun))).tokens
+    rest = plain.generate([*PROMPT, *begun], replace(params, max_tokens=GREEDY.max_tokens - len(begun))).tokens
     engine = em.Engine(TARGET, PROPOSERS[proposer](TARGET), policy=em.FixedPolicy(4))
     limited = replace(params, grammar=with_budget(form, VOCAB, budget, is_open=True))
     for _ in range(2):  # a memory knows the text the second time

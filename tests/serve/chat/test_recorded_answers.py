@@ -112,7 +112,7 @@ def streams_of(fixture: Fixture, number: int) -> tuple[ChatFormat, dict[str, lis
     assert "".join(parts) == whole
     return format_with_template(template, tags), {
         way.id: ["".join(group) for group in split(list(whole) if way.kind == "char" else parts, way, set(tags))]
-        for way in in_turn(STRATEGIES, number % 3, of=3)
+        for way in in_turn(STRATEGIES, number % 4, of=4)
     }
 
 
