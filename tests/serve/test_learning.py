@@ -32,18 +32,18 @@ from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
 PARAMS = em.SamplingParams(max_tokens=12)
-ENOUGH = in_full(30, 14)
+ENOUGH = in_full(30, 18)
 """Requests whose texts suffice for a cycle, which also judges the version of the last one."""
 
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten a cycle: what it decides does not depend on its size."""
-    tokens, least = in_full((100, 4), (50, 2))
+    tokens, least = in_full((100, 4), (40, 2))
     sizes = {"CYCLE_TOKENS": tokens, "PASSES": 1, "LEAST_JUDGED": least, "MOST_JUDGED": least + 1}
     for name, value in sizes.items():
         monkeypatch.setattr(learning, name, value)
-    monkeypatch.setattr(texts, "HELD_OUT", 3)
+    monkeypatch.setattr(texts, "HELD_OUT", in_full(3, 2))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,7 @@ def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
 ) -> None:
     for name, value in {"CYCLE_TOKENS": 300, "PASSES": in_full(18, 12), "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
+    monkeypatch.setattr("eagle_mlx.serve.learning.texts.HELD_OUT", 3)
     target, head = tiny_target(layers=3, vocab=32), tmp_path / "head"
     save_eagle3(tiny_head(target), head, target_name="tiny")
     with world(target, head, tmp_path / "learned") as first:
