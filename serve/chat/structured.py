@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
-from llguidance import LLTokenizer
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
@@ -114,7 +113,7 @@ class Grammars:
 
         return grammar
 
-    def _read_tokenizer(self) -> LLTokenizer:
+    def _read_tokenizer(self) -> llguidance.LLTokenizer:
         """Return the tokenizer for llguidance. This takes a second. Raises ConfigError if grammars cannot use it."""
         backend = copy.copy(getattr(self._tokenizer, "backend_tokenizer", None))
         if backend is None:
@@ -126,7 +125,7 @@ class Grammars:
             raise ConfigError("grammars need a token that ends the text, and this model has none")
         size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
         try:
-            return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
+            return llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
         except ValueError as e:
             reason = lark.on_one_line(str(e))
             raise ConfigError(f"grammars are not possible with this model's tokenizer: {reason}") from e
