@@ -93,7 +93,7 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         metrics: dict[str, Any] = hybrid.http.get(METRICS).json()
         return {name: metrics[name] for name in ("spec_decode_drafters", "current_k", "spec_policy")}
 
-    length = in_full(120, 30)
+    length = in_full(120, 50)
     text = complete(hybrid, max_tokens=length)["choices"][0]["text"]
     for fields, drafters, depth, policy in (
         ({"spec_decode": "eagle"}, ["eagle"], 3, "fixed"),
