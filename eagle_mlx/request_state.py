@@ -20,8 +20,7 @@ from eagle_mlx.text import IncrementalText, StopStrings
 
 AHEAD = 128
 """Tokens that rounds may add before a request's grammar sees them: twice the most of a draft."""
-_ANY_FORCED = -1  # stands for a forced text, whatever its tokens
-_LEAST_CHANCE = 0.3  # of a guess: with 0.2, replayed JSON of ten integers took as many rounds
+_LEAST_CHANCE = 0.3  # of a guess: with 0.2, replayed JSON of ten integers took a round less and as much time
 MOST_DRAFT_FAILURES = 3
 """A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
 
@@ -73,11 +72,12 @@ class RequestCounts:
 
 
 class ForcedText:
-    """Tokens that a grammar forces next, and guesses between: what mostly followed the same token or forced ones."""
+    """Tokens that a grammar forces next, and guesses between: what mostly followed the same token, or as many free
+    tokens since the last forced one."""
 
     def __init__(self) -> None:
         self._length = -1  # of the text seen so far
-        self._last = [_ANY_FORCED]  # its newest token, and `_ANY_FORCED` if that was forced
+        self._last = [-1]  # as from `_after`
         self._followers = defaultdict[int, Counter[int]](Counter)
         self.draft, self.likely = list[int](), 0
         """The draft, and how many of its tokens are expected to be right; if none is, it is empty."""
@@ -92,17 +92,18 @@ class ForcedText:
         for token, forced in zip_longest(new, self._forced[:right]):
             for before in self._last:
                 self._followers[before][token] += not forced
-            self._last = [token, _ANY_FORCED] if forced else [token]
+            self._last = _after(self._last, token, bool(forced))
         steps, taken, last, chance = list[tuple[int, bool, float]](), 0, self._last, 1.0
         with suppress(Exception):  # a grammar may raise anything; if its mask does too, the request ends
             while taken == len(steps) < most:
                 run = np.array(grammar.forced(most - taken)[: most - taken], np.int32).tolist()
                 steps += [(token, True, chance) for token in run]
-                share, guess = self._likeliest([run[-1], _ANY_FORCED] if run else last)
+                last = _after(last, run[-1], True) if run else last
+                share, guess = self._likeliest(last)
                 if (chance := chance * share) < _LEAST_CHANCE:
                     break
                 steps.append((guess, False, chance))
-                last = [guess]
+                last = _after(last, guess, False)
                 while taken < len(steps) and grammar.advance(steps[taken][0]):
                     taken += 1
         with suppress(Exception):
@@ -116,6 +117,14 @@ class ForcedText:
         counters = [self._followers[before] for before in after]
         top = [(count / (c.total() + 0.5), token) for c in counters for token, count in c.most_common(1)]
         return max(top, default=(0.0, 0))
+
+
+def _after(last: Sequence[int], token: int, forced: bool) -> list[int]:
+    """Return what the next token may depend on: this one, and -1 less the number of free tokens since a forced one.
+
+    last: the same for this token.
+    """
+    return [token, -1 if forced else max(last[-1] - 1, -FORCED)]
 
 
 def follows(grammar: Grammar, token: int, ends: bool) -> bool | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.plan import MATCH, Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import FORCED, MATCH, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
+from eagle_mlx.request_state import ForcedText
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.worlds import World, result
 from tests.fakes import tiny_target
@@ -56,6 +57,18 @@ class Raises(Keys):
         raise RuntimeError("no answer")
 
 
+class Numbers(Steps):
+    """A key of six tokens, then a number of digits below 10, and again."""
+
+    end = None
+
+    def allowed(self, token: int) -> bool:
+        last = self.taken[-1] if self.taken else 0
+        if 50 <= last < 55:
+            return token == last + 1
+        return token < 10 or (token == 50 and last < 10)
+
+
 def decode(
     proposer: Any, policy: Policy, grammar: Callable[[], Any] = Keys, **more: Any
 ) -> tuple[list[em.Output], list[RoundResult]]:
@@ -89,6 +102,19 @@ def test_a_grammar_whose_forced_tokens_are_wrong_costs_only_time(grammar: type[K
     plain, _ = decode(None, em.FixedPolicy(0))
     outputs, _ = decode(em.NgramProposer(), em.FixedPolicy(4), grammar)
     assert [(output.tokens, output.error) for output in outputs] == [(output.tokens, None) for output in plain]
+
+
+def test_after_numbers_of_as_many_digits_the_next_key_is_drafted() -> None:
+    """Only digits take rounds; that numbers have two is known after the second."""
+    text = [token for digit in range(10) for token in (*range(50, 56), digit, (3 * digit + 1) % 10)]
+    grammar, forced, at, rounds = Numbers(), ForcedText(), 0, 0
+    while at < len(text):
+        forced.look(grammar, text[:at], FORCED)
+        right = next((n for n, (a, b) in enumerate(zip(forced.draft, text[at:], strict=False)) if a != b), None)
+        taken = text[at : at + 1 + (len(forced.draft) if right is None else right)]
+        assert all(map(grammar.advance, taken))
+        at, rounds = at + len(taken), rounds + 1
+    assert rounds <= 2 * 10 + 3
 
 
 def test_a_request_without_drafts_has_no_forced_ones() -> None:
