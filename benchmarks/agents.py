@@ -25,6 +25,7 @@ import numpy as np
 
 import eagle_mlx as em
 from eagle_mlx.plan import MATCH, Abilities, Context, RoundResult
+from eagle_mlx.proposers.ngram import MIN_NGRAM
 
 TEXTS = Path(__file__).with_name("workloads.jsonl.gz")
 CURVE = {1: 46, 2: 51, 3: 55, 4: 64, 5: 71, 8: 78, 16: 95, 32: 138}
@@ -65,7 +66,7 @@ class Replay:
         [row] = state.rows
         at = 0
         while at < len(text.answer):
-            sources = (MATCH,) if row.match else ()
+            sources = (MATCH * row.length,) if row.match else ()
             plan = self.policy.plan(Context(1, Abilities(model=self.head), sources=sources))
             left = text.answer[at:]
             if not plan.lookups:
@@ -119,8 +120,13 @@ def replays(texts: Sequence[Text]) -> None:
         speeds = []
         for head in (False, True):
             for memory in (False, True):
-                replay = Replay(proposer(memory, 3 if head else 1), head)
-                for text in own if kind != "retried" else [*[t for t in texts if t.kind == "extraction"], *own]:
+                replay = Replay(proposer(memory, MIN_NGRAM if head else 1), head)
+                if kind == "retried":
+                    for text in texts:
+                        if text.kind == "extraction":
+                            replay.decode(text)
+                    replay.seconds, replay.tokens = 0.0, 0
+                for text in own:
                     replay.decode(text)
                 speeds.append(f"{replay.speed:.2f}")
         print(f"| {kind} | {len(own)} | {sum(len(text.answer) for text in own)} | {' | '.join(speeds)} |", flush=True)
@@ -135,7 +141,7 @@ def decode(target: em.Target, head: str, count: int) -> None:
     assert target.tokenizer is not None
     loaded = em.HeadProposer(em.load_head(head, target))
     engines = {
-        name: em.Engine(target, em.HybridProposer(loaded, proposer(memory, 3)), policy=em.ThroughputPolicy())
+        name: em.Engine(target, em.HybridProposer(loaded, proposer(memory, MIN_NGRAM)), policy=em.ThroughputPolicy())
         for name, memory in (("default without memory", False), ("default", True))
     }
     seconds, tokens = dict.fromkeys(["mlx-lm", *engines], 0.0), 0

@@ -90,8 +90,8 @@ class Context:
     elsewhere: int = 0
     """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
     sources: tuple[int, ...] = ()
-    """For each row, what it could draft without a model: how many right tokens its grammar promises, else `MATCH` if
-    n-grams match, else 0. Empty if no row could."""
+    """For each row, what it could draft without a model: how many right tokens its grammar promises, else `MATCH` times
+    the tokens of an n-gram that matches, else 0. Empty if no row could."""
 
 
 class Trial(NamedTuple):
@@ -99,6 +99,7 @@ class Trial(NamedTuple):
 
     drafted: int  # the number of tokens compared: all, or up to and including the first wrong one
     accepted: int  # the number of tokens before the first wrong one
+    match: int = 1  # the tokens of the n-gram
 
 
 @dataclass(frozen=True)

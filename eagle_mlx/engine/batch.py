@@ -132,7 +132,7 @@ class Batch:
 
     def sources(self, drafters: Sequence[Drafter | None]) -> tuple[int, ...]:
         """Return `Context.sources` of the next round."""
-        matches = (self.state.matches(drafters) if self.state is not None else ()) or [False] * len(self.requests)
+        matches = (self.state.matches(drafters) if self.state is not None else ()) or [0] * len(self.requests)
         rows = zip(self.requests, matches, strict=True)
         sources = tuple(request.forced.likely or MATCH * match for request, match in rows)
         return sources if any(sources) else ()

@@ -73,7 +73,7 @@ class AcceptancePolicy:
     """Do not draft if at least this many rows decode, in all groups; 0 sets no limit."""
     adaptive: bool = True
     """Whether the depth follows the rate; if not, it is k."""
-    rate: float = field(default=0.7, init=False)
+    acceptance: float = field(default=0.7, init=False)
     """The moving average. It begins in the middle band."""
     wants_trees = False
     _plain_rounds: int = field(default=0, init=False)
@@ -83,24 +83,21 @@ class AcceptancePolicy:
         check_share("alpha", self.alpha)
         check_share("threshold", self.threshold)
 
-    @property
-    def acceptance(self) -> float:
-        return self.rate
-
     def plan(self, context: Context) -> Plan:
         return PLAIN if 0 < self.disable_at_rows <= context.rows + context.elsewhere else Plan(self._depth())
 
     def _depth(self) -> int:
-        if self.rate < self.threshold:
+        if self.acceptance < self.threshold:
             return min(1, self.k) if self._plain_rounds >= _EXPLORE_EVERY - 1 else 0
-        if not self.adaptive or self.rate >= 0.8:
+        if not self.adaptive or self.acceptance >= 0.8:
             return self.k
-        return min(self.k, max(1, self.k - 2) if self.rate >= 0.5 else 1)
+        return min(self.k, max(1, self.k - 2) if self.acceptance >= 0.5 else 1)
 
     def observe(self, result: RoundResult) -> None:
         self._plain_rounds = 0 if result.plan.size else self._plain_rounds + 1
         if drafted := sum(result.drafted_freely):
-            self.rate += self.alpha * (sum(map(min, result.accepted, result.drafted_freely)) / drafted - self.rate)
+            accepted = sum(map(min, result.accepted, result.drafted_freely))
+            self.acceptance += self.alpha * (accepted / drafted - self.acceptance)
 
 
 def check_depths(**values: int) -> None:

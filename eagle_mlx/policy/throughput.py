@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median_low
 
-from eagle_mlx.plan import CONFIDENCE_LAG, MATCH, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import estimates
 from eagle_mlx.policy.base import check_depths, check_share
 
@@ -91,9 +92,9 @@ class ThroughputPolicy:
 
     Expected tokens come from the acceptance by position, or by rank in trees; seconds from rounds of the same kind,
     rows and size. The acceptance of a model is counted separately for rows with a source. That of matches comes from
-    `RoundResult.trials`; forced tokens are certain. If the proposer reports confidences, a long chain exits early when
-    another token costs more than it is expected to give. An arm has one number in `lookups` if a row has a source: the
-    tokens that such rows draft from it, or 0.
+    `RoundResult.trials`, by the bits of their lengths (1, 2 to 3, 4 to 7, and so on); forced tokens are certain. If the
+    proposer reports confidences, a long chain exits early when another token costs more than it is expected to give.
+    An arm has one number in `lookups` if a row has a source: the tokens that such rows draft from it, or 0.
 
     The policy also explores neighbors of the best arm and the best arm of each other kind. An arm that loses waits
     twice as long for its next exploration. Explorations may lose the share `explore` of the total time. If that is
@@ -124,7 +125,7 @@ class ThroughputPolicy:
         self.wants_trees = bool(self._trees)
         self._drift = estimates.Drift()
         self._model = {False: _Yields(), True: _Yields()}  # by whether there is a source
-        self._matches = estimates.AcceptanceByPosition()
+        self._matches = defaultdict[int, estimates.AcceptanceByPosition](estimates.AcceptanceByPosition)
         self._groups: dict[int, _Group] = {}
         self._drafted: tuple[Plan, Rows] = Plan(1), (0,)  # the latest arm that drafted, and the rows that did freely
         self._round = self._deepest = 0
@@ -184,7 +185,8 @@ class ThroughputPolicy:
 
     def _yield(self, source: int, arm: Plan) -> float:
         if source and any(arm.lookups):
-            return self._matches.expected_tokens(arm.size) if source == MATCH else 1 + min(source, arm.size)
+            matches = self._matches[source.bit_length()]
+            return 1 + min(source, arm.size) if source > 0 else matches.expected_tokens(arm.size)
         yields = self._model[source != 0]
         return yields.ranks.expected_tokens(arm.nodes) if arm.is_tree else yields.positions.expected_tokens(arm.depth)
 
@@ -215,9 +217,10 @@ class ThroughputPolicy:
 
     def _candidates(self, rows: Rows, arms: list[Plan], best: Plan) -> list[Plan]:
         """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
-        Drafts from matches that seem much slower than the best are not: their acceptance is known without drafting."""
+        Drafts from matches are only if their time is unknown and they may be fast: their acceptance is known."""
         least = _CLOSE * self._speed(rows, best)
-        arms = [arm for arm in arms[1:] if arm.depth or self._speed(rows, arm) >= least]
+        new = [arm for arm in self._lookups if self.costs.known("n-grams", len(rows), arm.size) is None]
+        arms = [arm for arm in arms[1:] if arm.depth or arm == best or (arm in new and self._speed(rows, arm) >= least)]
         groups: dict[object, list[Plan]] = {}
         for arm in arms:
             groups.setdefault(bool(arm.depth) if best == PLAIN else _kind(arm), []).append(arm)
@@ -244,8 +247,8 @@ class ThroughputPolicy:
     def observe(self, result: RoundResult) -> None:
         self._chosen.cache_clear()
         self._speed.cache_clear()
-        for drafted, accepted in result.trials:
-            self._matches.add(drafted, [accepted])
+        for drafted, accepted, match in result.trials:
+            self._matches[match.bit_length()].add(drafted, [accepted])
         arm, group = self._arm(result.plan), self._groups.setdefault(result.group, _Group())
         if arm is None or (arm.size and not result.depth):  # there was nothing to draft, so there is nothing to learn
             group.arm = None

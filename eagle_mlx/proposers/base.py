@@ -107,9 +107,9 @@ class ProposerState(ABC):
     def resume(self, cache: RaggedCache) -> None:
         """Continue from a `draft_cache` of the beginning of a single row that has read nothing."""
 
-    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
-        """Return in which rows n-grams match, for those that may draft from them; empty if in none. `drafters`: as in
-        `may_draft`."""
+    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[int, ...]:
+        """Return the tokens of the n-gram that matches in each row, 0 for rows without one or that may not draft from
+        it; empty if there is none. `drafters`: as in `may_draft`."""
         return ()
 
     def replaced(self, rows: Sequence[int]) -> None:

@@ -19,16 +19,16 @@ from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Target
 
-MIN_NGRAM = 3
-"""The shortest n-grams in addition to a model. 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
+MIN_NGRAM = 2
+"""The shortest n-grams in addition to a model: replayed texts were slower with 3 (docs/decisions.md), and as fast with
+1, which matches in nearly every round."""
 
 
 class NgramProposer(Proposer):
     """Drafts what followed the last tokens before, after the longest match, by the most places. It needs no model.
 
-    The place may be in the row's own text, or in texts of its namespace in a `memory`, where a match must have one more
-    token: otherwise, independent questions lost 1.5 % (benchmarks/agents.py). This is suffix decoding (Oliaro et al.
-    2024, arXiv 2411.04975) over sorted texts instead of trees.
+    The place may be in the row's own text, or in texts of its namespace in a `memory`. This is suffix decoding (Oliaro
+    et al. 2024, arXiv 2411.04975) over sorted texts instead of trees.
     """
 
     name = "ngram"
@@ -64,9 +64,12 @@ class NgramRow:
         self._proposer = proposer
         self._own = Texts()
         self.tokens = list[int]()
+        self._written = set[int]()
         self._new = list[Sequence[int]]()  # not yet in the text
         self._match = list[int]()
-        self._open = list[tuple[int, list[int]]]()  # trials: the text's length at the start, and the match
+        self._length = 0  # of the match
+        self._open = list[tuple[int, int, list[int]]]()
+        """Trials: the text's length at the start, the tokens that matched, and the draft."""
         self._ended = list[Trial]()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -81,23 +84,30 @@ class NgramRow:
         for tokens in new:
             self._own.add(tokens)
             self.tokens += tokens
+            self._written.update(tokens)
             self._open = [trial for trial in self._open if not self._ends(*trial)]
-            self._match = self._find()
+            self._length, self._match = self._find()
             if self._match:
-                self._open.append((len(self.tokens), self._match))
+                self._open.append((len(self.tokens), self._length, self._match))
         return self._match
 
-    def _find(self) -> list[int]:
+    @property
+    def length(self) -> int:
+        """How many of the last tokens match; 0 if nothing is drafted after them."""
+        return self._length if self.match else 0
+
+    def _find(self) -> tuple[int, list[int]]:
+        """Return the length of the longest match, and its draft."""
         last = last_of(self.tokens[-self._proposer.max_ngram :])
         memory = self._proposer.memory
         others = memory.of(self.namespace) if memory is not None and self.namespace is not None else ()
-        least = self._proposer.min_ngram
-        lengths = [(texts, texts.longest(last), least + (texts is not self._own)) for texts in (self._own, *others)]
-        longest = max((length for _, length, least in lengths if length >= least), default=0)
-        if not longest:
-            return []
-        matching = [texts for texts, length, _ in lengths if length == longest]
-        return likeliest([row for texts in matching for row in texts.followers(last[-4 * longest :])])
+        lengths = [(texts, texts.longest(last)) for texts in (self._own, *others)]
+        longest = max(length for _, length in lengths)
+        if longest < self._proposer.min_ngram:
+            return 0, []
+        matching = [texts for texts, length in lengths if length == longest]
+        followers = [row for texts in matching for row in texts.followers(last[-4 * longest :])]
+        return longest, likeliest(followers, self._written)
 
     def ended(self) -> list[Trial]:
         """Return the trials that ended since the last call."""
@@ -105,13 +115,13 @@ class NgramRow:
         ended, self._ended = self._ended, []
         return ended
 
-    def _ends(self, start: int, draft: list[int]) -> bool:
+    def _ends(self, start: int, match: int, draft: list[int]) -> bool:
         """Return whether a trial is over: a token was wrong, or none is left to compare."""
         text = self.tokens[start : start + len(draft)]
         right = next((at for at, token in enumerate(text) if draft[at] != token), len(text))
         if right == len(text) < len(draft):
             return False
-        self._ended.append(Trial(min(right + 1, len(draft)), right))
+        self._ended.append(Trial(min(right + 1, len(draft)), right, match))
         return True
 
 
@@ -123,9 +133,9 @@ class NgramState(ProposerState):
         for row, namespace in zip(self.rows, namespaces, strict=True):
             row.namespace = namespace
 
-    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[bool, ...]:
+    def matches(self, drafters: Sequence[Drafter | None]) -> tuple[int, ...]:
         rows = zip(self.rows, drafters, strict=True)
-        matches = tuple(self.may_draft(drafter, lookup=True) and bool(row.match) for row, drafter in rows)
+        matches = tuple(row.length if self.may_draft(drafter, lookup=True) else 0 for row, drafter in rows)
         return matches if any(matches) else ()
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:

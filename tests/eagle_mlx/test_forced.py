@@ -155,6 +155,7 @@ def test_forced_tokens_stand_before_a_match() -> None:
         engine.step()
         for batch in engine.groups.batches:
             [source] = batch.sources([None]) or [0]
-            assert source == request.forced.likely or (source == MATCH and not request.forced.draft)
+            assert source == request.forced.likely or (source < 0 and not request.forced.draft)
             seen.add(source)
     assert {1, 5} <= seen
+    assert MATCH * 16 in seen, "the longest match"

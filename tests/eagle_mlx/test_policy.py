@@ -44,12 +44,12 @@ def test_shares_and_sizes_out_of_range_are_refused() -> None:
 
 def test_acceptance_average_by_hand() -> None:
     policy = AcceptancePolicy(k=6)
-    assert (policy.rate, policy.plan(Context(1, CHAINS))) == (0.7, Plan(4))
+    assert (policy.acceptance, policy.plan(Context(1, CHAINS))) == (0.7, Plan(4))
     policy.observe(result(Plan(4), [4, 4], [4, 2], 1.0))
-    assert policy.rate == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
+    assert policy.acceptance == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
     policy.observe(result(Plan(4), [0, 0], [0, 0], 1.0))  # no draft was found
     policy.observe(result(PLAIN, [0], [0], 1.0))
-    assert policy.rate == pytest.approx(0.705)
+    assert policy.acceptance == pytest.approx(0.705)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_acceptance_average_by_hand() -> None:
 )
 def test_bands_of_the_acceptance_rate(rate: float, k: int, depth: int) -> None:
     policy = AcceptancePolicy(k)
-    policy.rate = rate
+    policy.acceptance = rate
     assert policy.plan(Context(1, CHAINS)) == Plan(depth)
     fixed = AcceptancePolicy(k, adaptive=False)
-    fixed.rate = rate
+    fixed.acceptance = rate
     assert fixed.plan(Context(1, CHAINS)) == Plan(k if rate >= 0.3 else 0)
 
 

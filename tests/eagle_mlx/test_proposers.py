@@ -265,8 +265,8 @@ def test_ngrams_match_only_in_rows_that_may_draft_from_them() -> None:
     proposer = em.HybridProposer(em.HeadProposer(tiny_head(target)), em.NgramProposer())
     proposer.bind(target)
     state = proposer.open([[1, 2, 1], [1, 2, 3], [3, 2, 3]])
-    assert state.matches([None, None, "ngrams"]) == (True, False, True)
-    assert state.matches([None, None, "model"]) == (True, False, False)
+    assert state.matches([None, None, "ngrams"]) == (1, 0, 1)
+    assert state.matches([None, None, "model"]) == (1, 0, 0)
     assert state.matches(["model", None, "none"]) == ()
 
 
@@ -305,19 +305,21 @@ def test_each_row_has_the_draft_and_the_distribution_of_its_own_source() -> None
 def test_trials_compare_each_match_with_the_text_that_followed(rounds: list[list[int]], least: int, more: int) -> None:
     """A trial ends with the round of its first wrong token, or of the last of up to 16."""
     [row] = em.NgramProposer(least + more, least).open([[]]).rows
-    matches, trials, text = list[tuple[int, list[int]]](), list[Trial](), list[int]()
+    matches, trials, text = list[tuple[int, int, list[int]]](), list[Trial](), list[int]()
     for tokens in rounds:
         row.extend(tokens)
         trials += row.ended()
         text += tokens
         if tokens and row.match:
-            matches.append((len(text), row.match))
+            matches.append((len(text), row.length, row.match))
     expected = []
-    for start, draft in matches:
+    for start, match, draft in matches:
+        last = text[start - match : start]
+        assert any(text[at : at + match] == last for at in range(start - match)), "they were there before"
         later = text[start : start + len(draft)]
         right = next((at for at, token in enumerate(later) if token != draft[at]), len(later))
         if right < len(later) or len(later) == len(draft):
-            expected.append(Trial(min(right + 1, len(draft)), right))
+            expected.append(Trial(min(right + 1, len(draft)), right, match))
     assert sorted(trials) == sorted(expected)
     assert not row.ended()
 

@@ -110,4 +110,5 @@ def test_drafts_end_where_places_disagree() -> None:
     assert likeliest([[2]] * 9 + [[3]] * 8 + [[4]] * 3) == [1]  # with a share of 0.45, and the bar is 0.4
     assert likeliest([[2]] * 7 + [[3]] * 7 + [[4]] * 6) == []
     assert likeliest([[0, 5]]) == []  # a text ended there
+    assert likeliest([[2]] * 3 + [[3, 4]] * 2, written={2}) == [2, 3], "what the own text has counts twice"
     assert likeliest([]) == []

@@ -308,6 +308,30 @@ def test_n_grams_are_judged_by_the_text_without_drafting(right: int) -> None:
         assert plan.size > 8 or not plan.lookups, "n-grams may draft more than a head"
 
 
+def test_n_grams_are_judged_by_the_length_of_the_match() -> None:
+    """Short ones are always wrong, and long ones right."""
+    policy = policy_for("M5 Max")
+    World(chance=0.0).run(policy, 100)
+    trials = [Trial(1, 0, 2), Trial(1, 0, 3), Trial(16, 16, 8), Trial(16, 16, 15)]
+    for _ in range(20):
+        policy.observe(replace(result(PLAIN, [0], [0], 1.0), trials=trials))
+    for match, drafts in ((2, False), (3, False), (8, True), (14, True)):
+        assert bool(policy.plan(Context(1, sources=(MATCH * match,))).lookups) == drafts
+
+
+def test_n_grams_whose_time_is_known_are_not_explored() -> None:
+    """Four tokens are right, so that five to eight are nearly as good."""
+    policy, here, sizes = policy_for("M5 Max"), Context(1, Abilities(model=False), sources=(MATCH * 9,)), list[int]()
+    World(chance=0.0).run(policy, 100)
+    for _ in range(200):
+        plan = policy.plan(here)
+        sizes.append(plan.size)
+        rounds = result(plan, [plan.size], [min(plan.size, 4)], 1.0 + 0.02 * plan.size)
+        policy.observe(replace(rounds, trials=[Trial(5, 4, 9)]))
+    assert {5, 6, 7, 8} <= set(sizes)
+    assert {4} <= set(sizes[100:]) <= {0, 4}
+
+
 def test_plain_rounds_that_are_dispatched_ahead_do_not_prolong_an_exploration() -> None:
     """Each of them was planned before the end of the exploration was known."""
     for rows in (1, 4):

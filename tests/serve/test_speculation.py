@@ -185,7 +185,7 @@ def test_each_mode_loads_its_proposer(tmp_path_factory: pytest.TempPathFactory) 
     hybrid = replace(head, ngram_max=6).proposer(target)
     assert isinstance(hybrid, em.HybridProposer)
     assert isinstance(hybrid.model, em.HeadProposer)
-    assert (hybrid.name, hybrid.ngrams.max_ngram, hybrid.ngrams.min_ngram) == ("eagle", 6, 3)
+    assert (hybrid.name, hybrid.ngrams.max_ngram, hybrid.ngrams.min_ngram) == ("eagle", 6, 2)
     hybrid = Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target)
     assert isinstance(hybrid, em.HybridProposer)
     draft = hybrid.model

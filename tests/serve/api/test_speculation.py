@@ -139,7 +139,7 @@ def test_speculation_metrics_are_the_values_that_the_policy_uses(hybrid: Live) -
     assert hybrid.http.get(METRICS).json()["acceptance_rate_ema"] == 0.7
     complete(hybrid, max_tokens=80)
     summary = hybrid.http.get(METRICS).json()
-    assert summary["acceptance_rate_ema"] == round(policy.rate, 4) != 0.7
+    assert summary["acceptance_rate_ema"] == round(policy.acceptance, 4) != 0.7
     assert summary["adaptive_k_current"] in (1, 3)
     assert change(hybrid, spec_decode="none").json()["adaptive_k_current"] == 0
     assert change(hybrid, spec_decode="auto", spec_policy="throughput").json()["acceptance_rate_ema"] == 0.5
