@@ -93,7 +93,7 @@ class NgramRow:
 
     @property
     def length(self) -> int:
-        """How many of the last tokens match; 0 if nothing is drafted after them."""
+        """The number of last tokens that match; 0 if nothing is drafted after them."""
         return self._length if self.match else 0
 
     def _find(self) -> tuple[int, list[int]]:
