@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eagle_mlx.engine.cost_curve import learn_costs
     from eagle_mlx.errors import EagleError, HeadWarning
     from eagle_mlx.head_check import load_head
-    from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
+    from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
     from eagle_mlx.proposers.draft_model import DraftModelProposer
     from eagle_mlx.proposers.head import HeadProposer
     from eagle_mlx.proposers.memory import Memory
@@ -40,6 +40,7 @@ __all__ = [
     "FixedPolicy",
     "HeadProposer",
     "HeadWarning",
+    "HybridPolicy",
     "HybridProposer",
     "Memory",
     "NgramProposer",

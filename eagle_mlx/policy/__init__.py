@@ -3,4 +3,6 @@
 from eagle_mlx.policy.base import AcceptancePolicy, FixedPolicy, Policy
 from eagle_mlx.policy.throughput import ThroughputPolicy
 
-__all__ = ["AcceptancePolicy", "FixedPolicy", "Policy", "ThroughputPolicy"]
+HybridPolicy = ThroughputPolicy  # the name for a head or a draft model together with n-grams
+
+__all__ = ["AcceptancePolicy", "FixedPolicy", "HybridPolicy", "Policy", "ThroughputPolicy"]

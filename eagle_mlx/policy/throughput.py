@@ -19,8 +19,7 @@ _SHORT = CONFIDENCE_LAG + 1  # draft tokens of a chain before its first early ex
 _TREES = (8, 16, 32, 64)  # draft tokens of the trees that compete
 _MARGIN = 0.02  # arms whose speeds differ by less than this count as equal; the one with the shortest round wins
 _CLOSE = 0.9  # an exploration lasts `_RUN` rounds if it reaches this share of the best arm's speed, else one round
-_RUN = 4
-"""Rounds of an exploration. The first of a run of plain rounds is not timed because nothing was dispatched ahead."""
+_RUN = 4  # rounds of an exploration; the first of plain ones is not timed, because nothing was dispatched ahead
 _SLOWEST = 2.0
 """A plain round counts for at most this many times the median of its run: other programs slowed down the rest."""
 _PAUSE, _LAST_PAUSE = 16, 128

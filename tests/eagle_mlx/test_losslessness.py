@@ -640,7 +640,7 @@ GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
     "n-grams, then a model": lambda: Alternating(0),
     "a model, then both": lambda: Alternating(1),
     "both, then n-grams": lambda: Alternating(2),
-    "default": cache(em.ThroughputPolicy),  # one for all engines, so that it learns
+    "default": cache(em.HybridPolicy),  # one for all engines, so that it learns
 }
 
 
