@@ -115,7 +115,7 @@ class Learner:
             stack.pop_all()
 
     def _open(self, options: LearnOptions) -> None:
-        self.versions = Versions(self.folder)
+        self.versions, self._drift = Versions(self.folder), DriftDetector()
         if self.versions.serving:
             self._exchange(self._loaded(self.versions.serving))
             self._trainer = None
@@ -125,7 +125,6 @@ class Learner:
         keeps = _keeps(options.redact, target)
         self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, keeps=keeps)
         self._rng = np.random.default_rng(0)
-        self._drift = DriftDetector()
         self._rarity, self._new_tokens = 1, 0
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
@@ -285,8 +284,9 @@ class Learner:
         return head if version or self._ngrams is None else self._ngrams
 
     def _exchange(self, other: HeadProposer) -> None:
-        """Let another head serve, that of `versions.serving`."""
+        """Let another head serve, that of `versions.serving`. Its acceptance is compared with its own past alone."""
         self._serving.exchange(other)
+        self._drift = DriftDetector()
         if isinstance(self._proposer, HybridProposer):
             self._proposer.model_drafts = bool(self.versions.serving) or self._ngrams is None
 

@@ -208,11 +208,14 @@ def judged(world: World, monkeypatch: pytest.MonkeyPatch, *gains: float, older: 
 def test_a_version_that_turns_out_worse_is_rolled_back(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pasts: list[DriftDetector] = []
+    monkeypatch.setattr(learning, "DriftDetector", lambda: pasts.append(DriftDetector()) or pasts[-1])
     with world(target, head, tmp_path / "learned") as learned:
         fresh = learned.prompts(in_full(24, 12))
         before = learned.tau(fresh)
         judged(learned, monkeypatch, 0.1)
         assert learned.learner.versions.serving == 1
+        assert len(pasts) == 2, "the acceptance of a version falls below its own past only"
         judged(learned, monkeypatch, -0.1)
         outcomes = [event.outcome for event in learned.learner.versions.events]
         assert outcomes == ["took over", "rolled back", "not better"]
@@ -254,11 +257,11 @@ def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance
         judged(learned, monkeypatch, -0.1)
         judged(learned, monkeypatch, -0.1)
         steps = learned.learner.steps
-        learned.serve(ENOUGH)
+        learned.serve(ENOUGH // 2)
         learned.work()
         assert learned.learner.steps == steps
-        learned.learner.collector.accepted.extend([(30, 10)] * 50 + [(12, 10)] * 50)
-        learned.serve(ENOUGH)
+        learned.learner.collector.accepted.extend([(5, 10)] * 50)
+        learned.serve(1)  # too few, if there was no fall
         learned.work()
         assert learned.learner.steps > steps
 
