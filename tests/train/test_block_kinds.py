@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
@@ -185,6 +185,7 @@ def batches(draw: st.DrawFn) -> Rows:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 5))
+@example(Rows(np.zeros((1, 3), np.int32), np.ones((1, 3), np.uint8), np.ones((1, 3), np.int32), None), 5)
 def test_anchors_and_labels_are_those_of_the_definition(rows: Rows, steps: int) -> None:
     plan = make_anchor_plan(rows, steps, seed=0, step=3)
     width, length = rows.segments.shape

@@ -88,7 +88,7 @@ def test_draft_steps_are_those_of_decoding_with_the_window(name: str, recompute:
             wanted = np.array(decoded(head, *text, position - begin))
             for step in range(steps):
                 if index < np.ceil(kind_of(head).share(step) * positions.shape[1]):
-                    rounding = 2e-5 * np.abs(wanted[step]).max()
+                    rounding = 5e-5 * np.abs(wanted[step]).max()  # MLX's exp on a CPU is right to 2e-6
                     np.testing.assert_allclose(outputs[WINDOW][step][row, index], wanted[step], atol=rounding)
                     differs |= not np.allclose(outputs[None][step][row, index], wanted[step], atol=20 * rounding)
     assert differs  # without a window, some positions see more

@@ -89,7 +89,7 @@ def make_anchor_plan(
         kept.append(open_ & (place < np.floor(share(slot) * most)[:, None]))
     judged = np.zeros((width, length), bool)
     for slot in range(steps):
-        judged[:, slot:] |= kept[slot][:, : length - slot]
+        judged[:, slot:] |= kept[slot][:, : max(0, length - slot)]
     row, u = np.nonzero(judged)
     at = u[None] - np.arange(steps)[:, None]  # [S, U]
     inside = np.maximum(at, 0)
