@@ -256,7 +256,7 @@ def test_all_data_is_learned_if_making_slows_down(
 
     monkeypatch.setattr(Engine, "step", slow_step)
     report = train_for_hours(target, config_of(out, eval_batch=1, log_steps=1), watch=Stopwatch(clock))
-    assert clock.now < 1.03 * total
+    assert clock.now < max(1.03 * total, total + 0.06 * slower), "a forward that began is ended"
     portions = [portion for portion in report["data"]["portions"] if portion["tokens"]]
     made = sum(portion["tokens"] for portion in portions)
     assert report["data"]["tokens"] == made
