@@ -58,14 +58,14 @@ def verify_tree(
     tree: Tree,
     branches: Branches,
     batch: SamplingBatch,
-    positions: mx.array,
+    first: mx.array,
 ) -> Verdict:
     """Verify a tree by the greedy or coupled rule: accept the drafted part of the target's own text.
 
-    logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that are real; positions: [B, n+1] int32,
-    of the tokens being drawn. The verdict's `tokens` are [B, levels + 1].
+    logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that are real; first: [B] int32, the
+    position of the first token being drawn. The verdict's `tokens` are [B, levels + 1].
     """
-    levels = positions[:, :1] + mx.arange(tree.levels + 1, dtype=mx.int32)
+    levels = first[:, None] + mx.arange(tree.levels + 1, dtype=mx.int32)
     samples = sample(logits, batch, levels, branches.depths)  # one draw per depth, not per node
     nodes, accepted = walk(samples, drafts, valid, tree, branches)
     return Verdict(accepted, mx.take_along_axis(samples, nodes, axis=1), nodes)

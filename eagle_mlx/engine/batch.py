@@ -246,8 +246,8 @@ class Batch:
         # If a tree is deeper than its `levels`, some nodes do not attend to all their ancestors.
         whole = (depths == 1 + mx.take_along_axis(branches.depths, tree.parents, axis=1)) & (depths <= tree.levels)
         valid = (mx.arange(count) < draft.lengths[:, None]) & (depths <= room) & whole
-        positions = self.cache.lengths.places(count + 1) + 1
-        return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
+        first = self.cache.lengths.offset + 1
+        return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, first)
 
     def commit(self, verdict: Verdict) -> None:
         """Advance each row past its accepted tokens. Entries after its new length count as rolled back. Accepted
