@@ -172,7 +172,7 @@ class DraftModelState(ProposerState):
         self._chain(plan.depth, first, scores)
         for text in self.texts:
             text.drafted = 0  # accepted tokens may leave the chain
-        tokens, tree = side_branch_tree(scores.levels, plan.nodes, max(2, -(-plan.nodes // plan.depth)), None)
+        tokens, tree = side_branch_tree(scores.levels, plan.nodes, -(-plan.nodes // plan.depth), None)
         return Draft(tokens, plan.nodes * ready, tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
