@@ -199,7 +199,7 @@ def _causal_json(config: BlockConfig) -> dict[str, Any]:
         return {}
     if len(set(causal)) > 1:
         raise ConfigError(f"a mixture of causal and other layers ({causal}) cannot be written")
-    return {"is_causal": causal[0]}
+    return {"is_causal": any(causal)}
 
 
 def load_speculators_block(files: HeadFolder) -> BlockHead:
