@@ -239,6 +239,10 @@ def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path)
             {"mtp_num_hidden_layers": 1, "base_model": "someone/original"},
             "eagle-convert mtp --source someone/original --bits 4",
         ),
+        (
+            {"text_config": {"mtp_num_hidden_layers": 1}, "base_model": "someone/original"},
+            "eagle-convert mtp --source someone/original --bits 4",
+        ),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **more}))
         assert where_mtp_layers_are(folder) == command

@@ -69,8 +69,8 @@ def has_mtp_layer(folder: Path) -> bool:
 
 def published_with_mtp(config: Mapping[str, Any]) -> bool:
     """Return whether a config mentions MTP layers, though a conversion may have dropped them."""
-    layer = config.get("text_config") or config
-    return (layer.get("model_type") or config.get("model_type")) in FILES and bool(_count(layer))
+    layer = {**config, **(config.get("text_config") or {})}
+    return layer.get("model_type") in FILES and bool(_count(layer))
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
