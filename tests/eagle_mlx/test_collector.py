@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -122,8 +124,15 @@ def test_a_request_that_opts_out_or_fails_is_not_collected(target: Target) -> No
 
 def test_what_must_not_be_kept_is_left_out(target: Target) -> None:
     head = tiny_head(target)
-    collector = collector_for(target, head, keeps=lambda tokens: 13 not in tokens)
-    engine_with(target, collector, head).generate(PROMPTS[2], em.SamplingParams(max_tokens=4))
+    texts: list[list[int]] = []
+
+    def keeps(tokens: Sequence[int]) -> bool:
+        texts.append(list(tokens))
+        return 13 not in tokens
+
+    collector = collector_for(target, head, keeps=keeps)
+    output = engine_with(target, collector, head).generate(PROMPTS[2], em.SamplingParams(max_tokens=4))
+    assert texts == [[*PROMPTS[2], *output.tokens]], "the whole text is judged"
     assert collector.take() == []
     assert collector.left_out == 1
 

@@ -10,7 +10,7 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_scores
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.drafting import TreeShape
+from eagle_mlx.proposers.drafting import TreeShape, side_branch_tree
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target
@@ -104,6 +104,14 @@ def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
 
 def test_the_first_level_has_the_children_of_one_node_and_the_others_those_of_all() -> None:
     assert [TreeShape(2, 4).candidates(levels) for levels in (1, 2, 4)] == [4, 12, 28]
+
+
+def test_side_branches_are_some_of_a_few_candidates_of_each_position() -> None:
+    """However flat the distribution of the first position is; a small vocabulary has fewer candidates."""
+    _, tree = side_branch_tree(mx.zeros((1, 2, 8)), nodes=5, children=3, token_ids=None)
+    assert tree.parents[0].tolist().count(0) == 3
+    tokens, _ = side_branch_tree(mx.zeros((1, 2, 2)), nodes=4, children=3, token_ids=None)
+    assert tokens.shape == (1, 4)
 
 
 def test_a_tree_accepts_more_than_a_chain_with_the_same_text() -> None:

@@ -137,8 +137,11 @@ def test_a_chain_reports_its_confidence() -> None:
     proposer.bind(TARGET)
     state = proposer.open([text, text])
     state.prefill(Observation([tokens, tokens], tuple(mx.concatenate([x, x]) for x in aux)))
-    draft = state.draft(Plan(5, stop_below=0.0), SamplingBatch.of(params, [0, 1]), mx.array([4, 4]))
-    assert len(draft.confidences) == 5 - CONFIDENCE_LAG - 1
+    batch, positions = SamplingBatch.of(params, [0, 1]), mx.array([4, 4])
+    draft = state.draft(Plan(5, stop_below=0.0), batch, positions)
+    assert len(draft.confidences) == 5 - CONFIDENCE_LAG - 1 == 2
+    between = float(np.mean(draft.confidences))
+    assert state.draft(Plan(5, stop_below=between), batch, positions).tokens.shape == (2, 4), "the second is too low"
     for row, p in enumerate(params):
         sure, drafted = 1.0, [int(t) for t in draft.tokens[row]]
         for place, confidences in enumerate(draft.confidences):

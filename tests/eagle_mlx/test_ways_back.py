@@ -149,21 +149,22 @@ def test_a_request_for_which_the_proposer_always_raises_decodes_plainly_to_its_e
 
 
 def test_a_proposer_that_always_raises_costs_each_request_a_few_reads() -> None:
-    reads = 0
+    """Each of a token, since the prefix cache keeps what was read."""
+    reads: list[int] = []
     target = tiny_target()
     forward = target.forward
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return forward(*args, **kwargs)
+    def counted(tokens: mx.array, *args: Any, **kwargs: Any) -> Any:
+        reads.append(tokens.size)
+        return forward(tokens, *args, **kwargs)
 
     target.forward = counted  # type: ignore[method-assign]
-    engine = em.Engine(target, Poisoned(PROMPTS[1][0]), policy=em.FixedPolicy(3), max_batch=1)  # type: ignore[arg-type]
-    reads = 0
+    poisoned: Any = Poisoned(PROMPTS[1][0])
+    engine = em.Engine(target, poisoned, policy=em.FixedPolicy(3), max_batch=1, prefix_cache_bytes=1 << 20)
+    reads.clear()
     output = engine.generate([PROMPTS[1]], GREEDY)[0]
     assert (output.tokens, output.drafted, output.draft_failures) == (TEXTS[GREEDY][1], 0, MOST_DRAFT_FAILURES)
-    assert reads == 12 + 1 + MOST_DRAFT_FAILURES
+    assert reads == [len(PROMPTS[1]) - 1] + [1] * (12 + MOST_DRAFT_FAILURES)
 
 
 def test_a_text_beyond_the_draft_models_context_ends_no_other_requests_drafts() -> None:

@@ -26,7 +26,7 @@ from eagle_mlx.train.data.sources import capture_rows
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolve
 from eagle_mlx.train.kinds.base import layer_shape
-from eagle_mlx.train.step.inputs import make_plan, noise_of
+from eagle_mlx.train.step.inputs import add_noise, make_plan, noise_of
 from eagle_mlx.train.step.losses import Objective, feature_losses
 from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
 from tests.architectures import tiny_model
@@ -193,6 +193,9 @@ def test_noise_is_bounded_falls_with_length_and_changes_step_by_step() -> None:
     noise = noise_of(rows, 0.1, 0, 0)
     assert noise["noise"][0, 0] == pytest.approx(0.05)
     assert noise["noise"][1, [0, 120]] == pytest.approx([0.1, 0.1])
+    added = np.abs(add_noise({name: mx.array(x) for name, x in noise.items()}, mx.zeros((2, 1100, 2))))
+    for row, end, size in ((0, 1024, 0.05), (1, 150, 0.1)):
+        assert added[row, :end].max() == pytest.approx(size, rel=0.05)
     other = noise_of(rows, 0.1, 0, 1)
     assert not np.array_equal(noise["keys"], other["keys"])
     second = noise_of(Rows(rows.tokens[1:], rows.loss_mask[1:], segments[1:], None, first=1), 0.1, 0, 0)
