@@ -135,6 +135,23 @@ def test_one_early_exit_in_twenty_checks_half_the_threshold() -> None:
     assert np.mean(thresholds > 1.4 * usual) < 0.01
 
 
+def test_plans_are_the_same_on_a_machine_that_is_a_thousand_times_faster() -> None:
+    """All that counts are ratios of times, also for the confidence below which a chain ends."""
+
+    class Faster(ThroughputPolicy):
+        def observe(self, result: RoundResult) -> None:
+            super().observe(replace(result, seconds=result.seconds / 1024))
+
+    plans = []
+    for policy, unit in ((ThroughputPolicy(), 1.0), (Faster(), 1 / 1024)):
+        world = World(chance=0.95, hard=0.2, can=EARLY_EXITS)
+        policy.costs.curve = [(count, seconds * unit) for count, seconds in world.curve_at(1, 2, 4, 9)]
+        world.run(policy, 150)
+        plans.append([(plan.depth, plan.stop_below) for plan in world.plans])
+    assert plans[0] == plans[1]
+    assert sum(stop_below is not None for _, stop_below in plans[0]) > 10
+
+
 @pytest.mark.parametrize(("curve", "side"), diagonal(in_turn(CURVES, 0), [1.5, 0.0]))
 def test_trees_are_drawn_if_they_pay(curve: str, side: float) -> None:
     world = World(curve, 0.5, side=side)
