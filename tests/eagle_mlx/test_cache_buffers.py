@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache, full
-from eagle_mlx.cache.full import STEP, RaggedKV, RaggedQuantized, capacity, room, shrunk
+from eagle_mlx.cache.full import STEP, RaggedKV, RaggedQuantized, capacity, gathered, room, shrunk
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
@@ -143,6 +143,12 @@ def test_buffers_shrink_after_a_long_row_leaves() -> None:
     assert slots(here.cache[0]) <= 7 * STEP
     assert before - mx.get_active_memory() > 0.9 * 2 * 8 * 8000 * DIM * 4  # nothing keeps it in memory
     here.check()
+
+
+def test_nothing_is_read_beyond_a_buffer() -> None:
+    """Where another head's entries are, or other memory."""
+    buffer = mx.arange(6).reshape(1, 2, 3, 1)
+    assert gathered(buffer, mx.array([[1, 3, 9]])).reshape(2, 3).tolist() == [[1, 2, 2], [4, 5, 5]]
 
 
 def test_a_row_that_leaves_and_another_that_joins_cost_no_copy() -> None:
