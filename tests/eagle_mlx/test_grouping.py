@@ -102,12 +102,15 @@ def test_weights_are_read_twice_if_padding_costs_more(long: int, expected: set[i
 
 
 def test_groups_merge_later_than_they_split_by_the_cost_of_a_copy() -> None:
+    reads = RoundReads(fixed=7 * 2000 * 512, position=512)
+
     def places(long: int, group: int) -> Places:
-        return arrange([Row(256, 300, 0)] * 7 + [Row(long, long, group)], RoundReads(7 * 2000, 1), SIZE, PLENTY)
+        return arrange([Row(256, 300, 0)] * 7 + [Row(long, long, group)], reads, SIZE, PLENTY)
 
     parted = next(n for n in range(2000, 4000) if set(places(n, 0)) == {0, 1})
     joined = next(n for n in range(4000, 1000, -1) if len(set(places(n, 1))) == 1)
-    assert 2200 < joined < 2256 < parted < 2300
+    copied = 2 * 256 // 64  # positions of each of the seven short rows, a copy's share of a round
+    assert (joined, parted) == (2256 - copied - 1, 2256 + copied + 1)
 
 
 def test_windows_and_states_do_not_count() -> None:
