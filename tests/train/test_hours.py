@@ -355,14 +355,14 @@ def test_without_time_to_make_data_the_rest_goes_to_learning() -> None:
 
 
 def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:
-    first = WarmupStableDecay(begins=50, seconds=80, steps=10, total=1000)
+    first = WarmupStableDecay(begins=50, seconds=80, steps=10, before=0, total=1000, last=False)
     assert first.factor(0, 50, 0.02, 0.0) == 0
     assert first.factor(0, 60, 0.02, 0.0) == pytest.approx(0.5)
     assert first.factor(0, 75, 0.02, 0.0) == first.factor(0, 51, 0.0, 0.0) == 1
     assert first.is_over(10, 60)
     assert first.is_over(3, 80)
     assert not first.is_over(9, 79)
-    last = WarmupStableDecay(begins=500, seconds=1000, before=100, total=1000, last=True)
+    last = WarmupStableDecay(begins=500, seconds=1000, steps=0, before=100, total=1000, last=True)
     factors = [last.factor(0, at, 0.02, 0.1) for at in (500, 799, 800, 850, 900, 1000)]
     assert factors[:3] == [1, 1, 1]
     assert factors == sorted(factors, reverse=True)

@@ -126,10 +126,10 @@ class WarmupStableDecay:
 
     begins: float  # second of the run at which the phase begins
     seconds: float  # second of the run by which the phase is over
-    steps: int = 0  # step by which the phase is over; 0 if only the time counts
-    before: float = 0.0  # seconds of learning before the phase
-    total: float = 0.0  # seconds of the whole run
-    last: bool = False
+    steps: int  # step by which the phase is over; 0 if only the time counts
+    before: float  # seconds of learning before the phase
+    total: float  # seconds of the whole run
+    last: bool
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return 0: nothing depends on progress within a phase."""
