@@ -47,6 +47,15 @@ def test_a_text_drafts_for_the_same_prompt_later(head: bool) -> None:
     assert drafted(engine) >= before + 12
 
 
+@pytest.mark.parametrize(("prompt", "follower"), [([3, 60, 1, 2, 3], 50), ([0, 1, 2, 3, 60, 0, 1, 2, 3], 60)])
+def test_the_longest_match_drafts_whether_it_is_in_the_text_or_remembered(prompt: list[int], follower: int) -> None:
+    memory = em.Memory()
+    memory.add([1, 2, 3, 50, 51])
+    state = em.NgramProposer(memory=memory).open([prompt])
+    state.enter([""])
+    assert state.rows[0].match[0] == follower
+
+
 def test_a_namespace_does_not_draft_with_the_texts_of_another() -> None:
     engine = remembering()
     before = drafted(engine, "a")
