@@ -221,9 +221,12 @@ def ask(tmp_path: Path) -> Path:
     return file
 
 
-def test_hours_limit_the_whole_run(tmp_path: Path, ask: Path, few: Path, capsys: Any) -> None:
+def test_hours_limit_the_whole_run(
+    tmp_path: Path, ask: Path, few: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """Without time, the prompts of the first batch are answered, a conversation is made up, and the run learns for a
     second."""
+    monkeypatch.setattr(MakeConfig, "max_tokens", 32)
     target, out = talking_target_folder(tmp_path / "target"), tmp_path / "out"
     head = written(target, "eagle", tmp_path / "head")
     line = ["--target", str(target), "--adapt", str(head), "--prompts", str(ask), "--eval-data", str(few)]

@@ -94,7 +94,7 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
 @needs_ring
 def test_training_with_a_target_split_over_two_processes(tmp_path: Path) -> None:
     target, data = tiny_target_folder(tmp_path / "target"), tmp_path / "data.jsonl"
-    texts = [f"number {index} and what comes behind it" for index in range(50)]
+    texts = [f"number {index} and what comes behind it" for index in range(in_full(50, 24))]
     rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in texts]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
