@@ -30,7 +30,7 @@ class EagleError(Exception):
 
     @classmethod
     def at(cls, field: str, problem: str) -> Self:
-        """Return the error of a field, whose message is the field and its problem."""
+        """Return an error with the message `field: problem`."""
         return cls(f"{field}: {problem}", field)
 
 

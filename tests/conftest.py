@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import ssl
-import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
@@ -80,7 +79,6 @@ def pytest_collection_finish() -> None:
     for name, remember in (
         ("eagle_mlx.data_pipelines.sources.stdlib", _shorten_library),
         ("mlx_lm.utils", _remember_tokenizers),
-        ("eagle_mlx.serve.chat.vetting", _remember_verdicts),
     ):
         if name in sys.modules:
             remember(sys.modules[name])
@@ -113,21 +111,6 @@ def _remember_tokenizers(utils: ModuleType) -> None:
         return tokenizer
 
     utils._load_tokenizer = remembered
-
-
-def _remember_verdicts(vetting: ModuleType) -> None:
-    """Try a grammar in only one process: each of them imports llguidance, and a third try the same grammar again."""
-    run, verdicts = subprocess.run, dict[str, Any]()
-
-    def remembered(command: Any, *settings: Any, **more: Any) -> Any:
-        if vetting.__file__ not in command:
-            return run(command, *settings, **more)
-        key = repr((command, settings, more))
-        if key not in verdicts:
-            verdicts[key] = run(command, *settings, **more)
-        return verdicts[key]
-
-    subprocess.run = remembered  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -149,7 +149,7 @@ def test_a_request_for_which_the_proposer_always_raises_decodes_plainly_to_its_e
 
 
 def test_a_proposer_that_always_raises_costs_each_request_a_few_reads() -> None:
-    """Each of a token, since the prefix cache keeps what was read."""
+    """Each repetition reads one token, because the prefix cache keeps the others."""
     reads: list[int] = []
     target = tiny_target()
     forward = target.forward
