@@ -55,7 +55,7 @@ def said_of(allowed: Sequence[str], heard: list[str] | None = None) -> Callable[
     """Return a function for the tier's messages that fails the test if a message is not allowed."""
 
     def say(text: str) -> None:
-        assert any(each in text for each in allowed), text
+        assert any(phrase in text for phrase in allowed), text
         if heard is not None:
             heard.append(text)
 

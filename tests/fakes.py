@@ -287,20 +287,20 @@ class OracleState(RowsState):
     def _grown(self, text: list[int], depth: int, nodes: int) -> tuple[list[int], list[int]]:
         assert self.oracle.target is not None
         rng, vocab = self.oracle.rng, self.oracle.target.vocab_size
-        known, tip, levels = 0, 0, [0]
+        position, tip, levels = 0, 0, [0]
         taken: dict[int, set[int]] = {}
         tokens, parents = [], []
         for node in range(1, nodes + 1):
             above = int(rng.choice([n for n, level in enumerate(levels) if level < depth]))
-            follows = known < len(text) and levels[tip] < depth and rng.random() > self.oracle.wrong
+            follows = position < len(text) and levels[tip] < depth and rng.random() > self.oracle.wrong
             above = tip if follows else above
             used = taken.setdefault(above, set())
-            token = text[known] if follows else int(rng.choice([t for t in range(vocab) if t not in used]))
+            token = text[position] if follows else int(rng.choice([t for t in range(vocab) if t not in used]))
             if follows and token in used:
-                known = len(text)  # a random node took its place
+                position = len(text)  # a random node took its place
                 token = int(rng.choice([t for t in range(vocab) if t not in used]))
             elif follows:
-                known, tip = known + 1, node
+                position, tip = position + 1, node
             used.add(token)
             tokens.append(token)
             parents.append(above)

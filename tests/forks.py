@@ -44,14 +44,14 @@ class Fork:
         merged: bool = False,
     ):
         """module: or "-c", followed by code. core: the only one to run on. merged: errors are part of the output."""
-        asked, self._out, self._errors = (tempfile.TemporaryFile("a+") for _ in range(3))  # noqa: SIM115
+        request, self._out, self._errors = (tempfile.TemporaryFile("a+") for _ in range(3))  # noqa: SIM115
         where = {"cwd": str(cwd or Path.cwd()), "env": dict(os.environ if env is None else env), "core": core}
-        json.dump({"command": [module, *arguments], **where}, asked)
-        asked.seek(0)
+        json.dump({"command": [module, *arguments], **where}, request)
+        request.seek(0)
         self._status, its = socket.socketpair()
         errors = self._out if merged else self._errors
-        with its, asked:
-            socket.send_fds(_first(), [b"."], [file.fileno() for file in (asked, self._out, errors, its)])
+        with its, request:
+            socket.send_fds(_first(), [b"."], [file.fileno() for file in (request, self._out, errors, its)])
         self.pid = int(self._status.recv(_DIGITS, socket.MSG_WAITALL))
         self.returncode: int | None = None
 
@@ -114,8 +114,8 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
         if (pid := os.fork()) == 0:
             channel.close()
             _stay_in_fork(*files[1:])
-            with os.fdopen(files[0]) as asked:
-                return dict(json.load(asked))
+            with os.fdopen(files[0]) as request:
+                return dict(json.load(request))
         forks = [*(fork for fork in forks if os.waitpid(fork, os.WNOHANG) == (0, 0)), pid]
         for file in files:
             os.close(file)

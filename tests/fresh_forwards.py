@@ -54,7 +54,7 @@ class Judge:
     @property
     def has_windows(self) -> bool:
         caches = make_prompt_cache(self.model)
-        return any(isinstance(part, RotatingKVCache) for each in caches for part in getattr(each, "caches", [each]))
+        return any(isinstance(part, RotatingKVCache) for cache in caches for part in getattr(cache, "caches", [cache]))
 
     def logits(self, text: Sequence[int]) -> mx.array:
         """Return the logits [1, L, V] after each token."""
@@ -70,8 +70,8 @@ class Judge:
             new = sample(logits, sampling, mx.full(logits.shape[:2], texts.shape[1], mx.int32))
             texts = mx.concatenate([texts, new], axis=1)
             mx.eval(texts)
-        said: list[list[int]] = texts.tolist()  # type: ignore[assignment]
-        return said
+        rows: list[list[int]] = texts.tolist()  # type: ignore[assignment]
+        return rows
 
     def faults(self, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> tuple[list[Fault], int]:
         """Return the tokens that are not the target's, and the number of tokens tied with its own.

@@ -34,19 +34,19 @@ def in_turn(values: Iterable[T], turn: int = 0, of: int = 2, full: bool = FULL) 
 
 def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
     """Return all combinations of values in full, else a few that cover every pair of values of two parameters."""
-    values = [list(each) for each in parameters]
-    every = list(product(*(range(len(each)) for each in values)))
+    values = [list(parameter) for parameter in parameters]
+    every = list(product(*(range(len(choices)) for choices in values)))
     if not full:
         every = _covering(every)
-    return [tuple(each[at] for each, at in zip(values, places, strict=True)) for places in every]
+    return [tuple(choices[at] for choices, at in zip(values, places, strict=True)) for places in every]
 
 
 def diagonal(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
     """Return all combinations of values in full, else just enough to use each value once."""
-    values = [list(each) for each in parameters]
+    values = [list(parameter) for parameter in parameters]
     if full:
         return list(product(*values))
-    return [tuple(each[at % len(each)] for each in values) for at in range(max(map(len, values)))]
+    return [tuple(choices[at % len(choices)] for choices in values) for at in range(max(map(len, values)))]
 
 
 def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -71,9 +71,9 @@ class HostileProposer(Proposer):
     name = "hostile"
     abilities = Abilities(trees=True, early_exit=True)
 
-    def __init__(self, rng: np.random.Generator, known: list[list[int]], manners: Manners):
-        """known: whole texts, prompt and continuation; more may be added at any time."""
-        self.rng, self.known, self.manners = rng, known, manners
+    def __init__(self, rng: np.random.Generator, texts: list[list[int]], manners: Manners):
+        """texts: whole texts, prompt and continuation; more may be added at any time."""
+        self.rng, self.texts, self.manners = rng, texts, manners
         self.aux_layers = manners.aux_layers
         self.sights: list[Sight] = []
         """All rows' observations, for comparison."""
@@ -108,7 +108,7 @@ class HostileProposer(Proposer):
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
         """Return the next tokens as far as known, then arbitrary ones."""
         end = len(text)
-        rest = next((known[end:] for known in self.known if len(known) > end and known[:end] == text), [])
+        rest = next((whole[end:] for whole in self.texts if len(whole) > end and whole[:end] == text), [])
         return [*rest[:count], *self.tokens(count - len(rest[:count]))]
 
     def tokens(self, count: int) -> list[int]:
@@ -242,15 +242,15 @@ class HostileState(ProposerState):
     def _drafted(self, row: Sight, *parents: int) -> tuple[list[int], list[int]]:
         """Return tokens for a tree's nodes, with the continuation along the first branch."""
         rng, manners = self.proposer.rng, self.proposer.manners
-        known = self._spoiled(self.proposer.continuation(row.text, len(parents)))
+        continuation = self._spoiled(self.proposer.continuation(row.text, len(parents)))
         tip, reached = 0, 0
         taken: dict[int, set[int]] = {}
         tokens = []
         for node, above in enumerate(parents, 1):
             used = taken.setdefault(above, set())
-            follows = above == tip and known[reached] not in used and rng.random() < 0.8
+            follows = above == tip and continuation[reached] not in used and rng.random() < 0.8
             free = [token for token in range(self.proposer.vocab) if token not in used]
-            token = known[reached] if follows else int(rng.choice(free))
+            token = continuation[reached] if follows else int(rng.choice(free))
             if follows:
                 tip, reached = node, reached + 1
             elif manners.ids and rng.random() < 0.1:

@@ -18,7 +18,7 @@ NAMED = re.compile(
     rf"(?:^ *|\bfor |\blambda |[(,] ?)\(?(?:{'|'.join(sorted(GRAMMAR))})(?:(?:, \w+)*\)* (?:[|+]?=|:=|in) |: )", re.M
 )
 """A value that gets such a name in an assignment, a loop or a signature; quicker than parsing all tests."""
-MOST_IN_TESTS = 165
+MOST_IN_TESTS = 88
 """Values in tests with such names. The number may only fall."""
 JUDGED = (ast.Name, ast.arg, ast.Assign, ast.Call, ast.Expr)
 CLAUSE = re.compile(r"(What|Who|Whose|Whoever|Where|Which|How|That|Of|As|Kept)\b")

@@ -312,7 +312,7 @@ class Fault:
 
     rank: int
     message: int
-    how: str
+    kind: str
     """`kill`, `stop`, `exit`, or `delay`, which does not affect other ranks."""
 
     @classmethod
@@ -322,12 +322,12 @@ class Fault:
 
     def happen(self, timeout: float) -> None:
         print(json.dumps({"fault": time.time()}), flush=True)
-        if self.how == "exit":
+        if self.kind == "exit":
             os._exit(3)
-        elif self.how == "delay":
+        elif self.kind == "delay":
             time.sleep(timeout / 3)
         else:
-            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
 class FaultyChannel(Channel):

@@ -155,17 +155,17 @@ def test_trees_give_the_text_of_mlx_lm_as_on_a_gpu(name: str) -> None:
 NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistral4"]
 
 
-@pytest.mark.parametrize(("known", "name"), diagonal([True, False], NO_TREES))
-def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by_type", "name"), diagonal([True, False], NO_TREES))
+def test_trees_are_refused_whatever_the_weights(name: str, by_type: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model's type, or by its outputs if the type is unknown."""
-    if not known:
+    if not by_type:
         monkeypatch.setattr("eagle_mlx.cache.tree_support.ONE_ROW", {})
         monkeypatch.setattr("eagle_mlx.cache.tree_support.OWN_POSITIONS", {})
     for spread in in_full((None, 0.02, 0.2), (0.2,)):
         model = tiny_model(name)
         if spread is not None:
             randomize(model, 1, spread)
-        for dtype in (mx.float32, mx.bfloat16) if known else (mx.float32,):  # low precision hides small differences
+        for dtype in (mx.float32, mx.bfloat16) if by_type else (mx.float32,):  # low precision hides small differences
             model.set_dtype(dtype)
             assert why_no_trees(em.Target(model)) is not None
 

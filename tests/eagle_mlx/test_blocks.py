@@ -78,7 +78,7 @@ def chances(head: BlockHead, tokens: np.ndarray) -> np.ndarray:
     features = head.features(TARGET.forward(mx.array([TEXT[:3]]), aux_layers=head.aux_layers).aux)
     block = [TEXT[-1]] + [config.mask_token_id] * (config.block_size - 1)
     h = head(head.embed(mx.array([block])), features)[0]
-    first, each = config.block_size - config.drafts, []
+    first, joint = config.block_size - config.drafts, []
     for row, temperature in zip(tokens, (1.0, 0.5), strict=True):
         before, state, sure = TEXT[-1], None, []
         for slot in range(config.block_size):
@@ -93,8 +93,8 @@ def chances(head: BlockHead, tokens: np.ndarray) -> np.ndarray:
             if slot >= first:
                 sure.append(float(chance.item()))
                 before = int(row[slot - first])
-        each.append(np.cumprod(sure))
-    return np.array(each)
+        joint.append(np.cumprod(sure))
+    return np.array(joint)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

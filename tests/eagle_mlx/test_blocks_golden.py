@@ -106,7 +106,7 @@ def in_rounds(head: BlockHead) -> dict[str, mx.array]:
         before = at
         h = head(head.embed(mx.array([block(head, at)])), mx.zeros((1, 0, head.hidden_size)), cache)
         rounds.append(outputs(head, h, (at,)))
-    return {key: mx.concatenate([each[key] for each in rounds]) for key in rounds[0]}
+    return {key: mx.concatenate([arrays[key] for arrays in rounds]) for key in rounds[0]}
 
 
 def in_a_batch(head: BlockHead) -> dict[str, mx.array]:

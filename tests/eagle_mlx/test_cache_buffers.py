@@ -221,9 +221,9 @@ def check(engine: em.Engine) -> None:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)
         for caches in (batch.cache, batch.state.cache):
-            for each in caches.parts:
-                assert slots(each) <= bound(rows, longest + DEPTH + 1)
-                assert each.keys is None or each.keys.shape[0] <= engine.max_batch
+            for part in caches.parts:
+                assert slots(part) <= bound(rows, longest + DEPTH + 1)
+                assert part.keys is None or part.keys.shape[0] <= engine.max_batch
 
 
 @pytest.mark.parametrize("length", [3, 9, 20])

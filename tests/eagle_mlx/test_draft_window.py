@@ -44,10 +44,10 @@ LONGEST = 60
 
 @dataclass
 class Row:
-    """A text, of which a state has read the first `known` tokens but one."""
+    """A text, of which a state has read the first `end` tokens but one."""
 
     text: list[int]
-    known: int
+    end: int
     joined: int = 0  # positions that came from a snapshot
     gone: int = 0  # of these, positions after the sink that the snapshot could not show
     early: HeadPiece | None = None  # a snapshot from the time when it was opened
@@ -85,12 +85,12 @@ class FullCache:
 
 def reference(head: DraftHead, row: Row, window: DraftWindow, drafted: list[int]) -> np.ndarray:
     """Return the logits of each draft token, [k, V], with a mask over the whole text."""
-    depth, entries = len(drafted), row.known - 1
+    depth, entries = len(drafted), row.end - 1
     g = head.features(TARGET.forward(mx.array([row.text[:entries]]), aux_layers=head.aux_layers).aux)
     if isinstance(head, BlockHead):
         return block_reference(head, row, window, g)[:depth]
     caches = [FullCache(row, window) for _ in range(head.cache_layers)]
-    h = head(head.embed(mx.array([row.text[1 : row.known]])), g, caches)[:, -1:]
+    h = head(head.embed(mx.array([row.text[1 : row.end]])), g, caches)[:, -1:]
     for cache in caches:
         cache.newest = entries - 1
     outputs = [h]
@@ -103,7 +103,7 @@ def reference(head: DraftHead, row: Row, window: DraftWindow, drafted: list[int]
 
 
 def block_reference(head: BlockHead, row: Row, window: DraftWindow, g: mx.array) -> np.ndarray:
-    config, length = head.config, row.known - 1
+    config, length = head.config, row.end - 1
     x = head.embed(mx.array([[row.text[length], *[config.mask_token_id] * (config.block_size - 1)]]))
     context = row.sees(window, length, length - 1)[:length]
     mask = mx.array(np.concatenate([context, np.ones(config.block_size, bool)]))[None, None, None]
@@ -131,24 +131,24 @@ def seen(head: DraftHead, rows: list[Row], starts: list[int], stops: list[int]) 
 
 
 def opened(proposer: HeadProposer, row: Row, chunk: int) -> HeadState:
-    state = proposer.open([row.text[: row.known]])
-    for start in range(0, row.known - 1, chunk):
-        state.prefill(seen(proposer.head, [row], [start], [min(start + chunk, row.known - 1)]))
-    row.early = state.piece(0, 0, row.known - 1)
+    state = proposer.open([row.text[: row.end]])
+    for start in range(0, row.end - 1, chunk):
+        state.prefill(seen(proposer.head, [row], [start], [min(start + chunk, row.end - 1)]))
+    row.early = state.piece(0, 0, row.end - 1)
     return state
 
 
 def read_more(state: HeadState, rows: list[Row], gains: list[int]) -> None:
-    before = [row.known for row in rows]
+    before = [row.end for row in rows]
     for row, gain in zip(rows, gains, strict=True):
-        row.known += gain
-    state.observe(seen(state.head, rows, [n - 1 for n in before], [row.known - 1 for row in rows]))
+        row.end += gain
+    state.observe(seen(state.head, rows, [n - 1 for n in before], [row.end - 1 for row in rows]))
 
 
 def drafted(state: HeadState, rows: list[Row], depth: int) -> tuple[list[list[int]], np.ndarray]:
     """Return the tokens and the distributions from which they were drawn."""
     sampling = SamplingBatch.of([SamplingParams(temperature=1.0)] * len(rows), range(len(rows)))
-    draft = state.draft(Plan(depth), sampling, mx.array([row.known for row in rows]))
+    draft = state.draft(Plan(depth), sampling, mx.array([row.end for row in rows]))
     assert draft.probs is not None
     return draft.tokens.tolist(), np.array(draft.probs)
 
@@ -260,8 +260,8 @@ def test_the_bytes_of_a_windowed_cache_do_not_grow_with_the_text(name: str) -> N
         drafted(state, [row], 3)
         sizes.append(sum(x.nbytes for x in state.cache.state))
     assert max(sizes) <= most
-    assert state.length(0) == row.known - 1
-    piece: Any = state.piece(0, 0, row.known - 1)
+    assert state.length(0) == row.end - 1
+    piece: Any = state.piece(0, 0, row.end - 1)
     assert sum(x.nbytes for x in piece.arrays) <= most
     assert piece.marks[:4] == b"\1\1\1\1"
     assert piece.marks[-16:] == b"\1" * 16

@@ -367,8 +367,8 @@ class Recording:
 
     def observe(self, result: RoundResult) -> None:
         assert result.seconds > 0
-        each = zip(result.drafted, result.accepted, strict=True)
-        assert all(0 <= kept <= tried <= result.plan.size for tried, kept in each)
+        counts = zip(result.drafted, result.accepted, strict=True)
+        assert all(0 <= kept <= tried <= result.plan.size for tried, kept in counts)
         self.results.append(result)
 
 

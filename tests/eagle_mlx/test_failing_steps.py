@@ -119,9 +119,9 @@ class FailingState(ProposerState):
 
 def assert_owned(engine: em.Engine, rows: Sequence[RequestState]) -> None:
     """Check that the engine knows each unfinished request in exactly one place."""
-    known = engine.snapshot().requests
-    assert len({id(row) for row in known}) == len(known)
-    assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
+    requests = engine.snapshot().requests
+    assert len({id(row) for row in requests}) == len(requests)
+    assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in requests}
 
 
 def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseException]) -> int:

@@ -68,12 +68,12 @@ def fields(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str
 
 @pytest.mark.parametrize("layout", WRITERS)
 def test_no_field_can_be_so_wrong_that_it_is_not_an_error_of_ours(layout: str, folders: dict[str, Path]) -> None:
-    folder, refused, each = folders[layout], 0, in_full(3, 12)
+    folder, refused, stride = folders[layout], 0, in_full(3, 12)
     file = folder / "config.json"
     text = file.read_text()
     try:
         for index, path in enumerate(fields(json.loads(text))):
-            for junk in JUNK[index % each :: each]:
+            for junk in JUNK[index % stride :: stride]:
                 config = json.loads(text)
                 inner = config
                 for name in path[:-1]:

@@ -161,10 +161,10 @@ def empty(path: Path) -> None:
         pass
 
 
-def rewrite(path: Path, change: Callable[[str, bytes], bytes], how: int = zipfile.ZIP_STORED) -> None:
+def rewrite(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = {name: change(name, archive.read(name)) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", how) as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, raw in entries.items():
             archive.writestr(name, raw)
 

@@ -83,11 +83,11 @@ class Figures:
     faults: list[str] = field(default_factory=list)
 
     def add(self, other: Figures) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for figure in fields(self):
+            setattr(self, figure.name, getattr(self, figure.name) + getattr(other, figure.name))
 
     def __str__(self) -> str:
-        numbers = [f"{each.name} {getattr(self, each.name)}" for each in fields(self) if each.name != "faults"]
+        numbers = [f"{figure.name} {getattr(self, figure.name)}" for figure in fields(self) if figure.name != "faults"]
         return ", ".join([*numbers, f"faults {len(self.faults)}"])
 
 
@@ -152,7 +152,7 @@ class History:
         self.sick = self._sick()
         self.target, self.judge = target(name, self.weights, self.sick), judge(name, self.weights)
         self.windows = self.judge.has_windows
-        self.known = [list(text) for text in roots(name, self.weights)]
+        self.texts = [list(text) for text in roots(name, self.weights)]
         self.interrupted: list[tuple[list[int], em.SamplingParams]] = []
         """Texts before the token that reads as NaN, in prompts with it; snapshots may end there."""
         self.rows: list[RequestState] = []
@@ -185,7 +185,7 @@ class History:
         if kind == 11:
             return None
         if kind < 10:
-            return HostileProposer(self.rng, self.known, self.manners)
+            return HostileProposer(self.rng, self.texts, self.manners)
         if self.manners.aux_layers:
             return list(WITH_HEADS.values())[self.seed % len(WITH_HEADS)](self.target)
         if RaggedCache.of(self.target.model, 1).recurrent:
@@ -243,7 +243,7 @@ class History:
                     raise
             if len(self.rows) >= REQUESTS and all(row.finish_reason for row in self.rows):
                 break
-            self.known[len(ROOTS) :] = [[*row.prompt, *row.tokens] for row in self.rows if row.finish_reason]
+            self.texts[len(ROOTS) :] = [[*row.prompt, *row.tokens] for row in self.rows if row.finish_reason]
         left = [number for number, row in enumerate(self.rows) if not row.finish_reason]
         if left:
             self._fault(f"requests {left} never ended; the engine is {'idle' if self.engine.idle else 'busy'}")
@@ -277,7 +277,7 @@ class History:
         root, row = int(self.rng.integers(len(ROOTS))), int(self.rng.integers(len(self.rows))) if self.rows else None
         if kind == "fresh":
             return fresh, ROOTS[root]
-        text, own = self.known[root], ROOTS[root]
+        text, own = self.texts[root], ROOTS[root]
         if kind == "earlier" and row is not None:
             text, own = [*self.rows[row].prompt, *self.rows[row].tokens], self.rows[row].params
         start = text[: int(self.rng.integers(1 if self._chance(0.2) else LEAST, self.reach))]
@@ -325,7 +325,7 @@ class History:
 
     def _judge(self, number: int, row: RequestState) -> None:
         figures, tokens, params = self.figures, row.tokens, row.params
-        said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.counts.cached_tokens} of them cached)"
+        label = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.counts.cached_tokens} of them cached)"
         figures.taken_over += row.counts.cached_tokens > 0
         figures.pauses += row.counts.pauses
         figures.rounds += row.counts.rounds
@@ -337,31 +337,31 @@ class History:
             drafts_nan = self.sick is not None and self.proposer is not None
             may_read_nan = drafts_nan or self.sick in [*row.prompt, *tokens]
             if not (may_read_nan and "NaN" in (row.error or "")) and not self.manners.raises:
-                self._fault(f"{said} failed: {row.error}")
+                self._fault(f"{label} failed: {row.error}")
         elif row.finish_reason == "cancelled":
             figures.cancelled += 1
         elif row.finish_reason is not None:
             figures.ended += 1
             stopped = bool(tokens) and tokens[-1] in row.request.stop_ids
             if row.finish_reason != ("stop" if stopped else "length") or not (stopped or len(tokens) == row.limit):
-                self._fault(f"{said} ended ({row.finish_reason}) after {len(tokens)} of {row.limit} tokens")
+                self._fault(f"{label} ended ({row.finish_reason}) after {len(tokens)} of {row.limit} tokens")
         if self.sick in [*row.prompt, *tokens[:-1]] and tokens:
-            self._fault(f"{said} went on after a token that reads as NaN")
+            self._fault(f"{label} went on after a token that reads as NaN")
         if any(token in row.request.stop_ids for token in tokens[:-1]):
-            self._fault(f"{said} went on behind a stop token")
+            self._fault(f"{label} went on behind a stop token")
         if not all(0 <= token < VOCAB for token in tokens):
-            self._fault(f"{said} said {tokens}, outside the vocabulary")
+            self._fault(f"{label} said {tokens}, outside the vocabulary")
         elif tokens:
             faults, excused = self.judge.faults(row.prompt, tokens, params)
             figures.excused += excused
             if params.logprobs:
-                reported = [each.logprob for each in row.logprobs]
+                reported = [token.logprob for token in row.logprobs]
                 wanted = self.judge.logprobs(row.prompt, tokens)
                 if len(reported) != len(wanted) or not np.allclose(reported, wanted, atol=1e-2):
-                    self._fault(f"{said} reports log probabilities of {reported}")
+                    self._fault(f"{label} reports log probabilities of {reported}")
             if faults:
                 more = f" and {len(faults) - 1} more" if faults[1:] else ""
-                self._fault(f"{said}: {faults[0]}{more}, of {len(tokens)}")
+                self._fault(f"{label}: {faults[0]}{more}, of {len(tokens)}")
 
     def _judge_sights(self) -> None:
         """Compare the hidden states that the proposer saw with those of a fresh forward."""

@@ -58,18 +58,18 @@ def rows(draw: st.DrawFn) -> list[Row]:
 @settings(max_examples=200)
 @given(rows(), st.integers(0, 20_000), st.integers(1, 30_000))
 def test_an_arrangement_keeps_to_memory_pays_for_its_moves_and_stays(
-    asked: list[Row], fixed: int, allowed: int
+    requests: list[Row], fixed: int, allowed: int
 ) -> None:
-    reads, lengths, reaches = RoundReads(fixed, 1), [row.length for row in asked], [row.reach for row in asked]
-    arrangement = arrange(asked, reads, SIZE, allowed)
+    reads, lengths, reaches = RoundReads(fixed, 1), [row.length for row in requests], [row.reach for row in requests]
+    arrangement = arrange(requests, reads, SIZE, allowed)
     wanted = by_reach(reaches, SIZE, allowed)
     assert taken(reaches, arrangement) <= taken(reaches, wanted)
     assert taken(reaches, wanted) <= max(allowed, taken(reaches, split(reaches)))
-    now = tuple(0 if row.group is None else row.group for row in asked)
+    now = tuple(0 if row.group is None else row.group for row in requests)
     if taken(reaches, now) <= taken(reaches, wanted):
-        moved = sum(row.length for row, to in zip(asked, arrangement, strict=True) if row.group not in (None, to))
+        moved = sum(row.length for row, to in zip(requests, arrangement, strict=True) if row.group not in (None, to))
         assert read(lengths, arrangement, reads) + 2 * moved / 64 <= read(lengths, now, reads) + 1e-6
-    settled = [Row(row.length, row.reach, group) for row, group in zip(asked, arrangement, strict=True)]
+    settled = [Row(row.length, row.reach, group) for row, group in zip(requests, arrangement, strict=True)]
     assert arrange(settled, reads, SIZE, allowed) == arrangement
 
 

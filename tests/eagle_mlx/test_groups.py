@@ -76,12 +76,12 @@ class Wandering:
 
 
 CACHES = ["full", "quantized", "window", "recurrent"]
-HOW = {
+SAMPLING = {
     "greedy": GREEDY,
     "seeded": em.SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=3),
     "penalised": em.SamplingParams(max_tokens=TOKENS, temperature=0.7, seed=3, repetition_penalty=1.2),
 }
-CASES = in_full(mixed, diagonal)(CACHES, in_turn(PROPOSERS), HOW)
+CASES = in_full(mixed, diagonal)(CACHES, in_turn(PROPOSERS), SAMPLING)
 
 
 def target_of(cache: str) -> em.Target:
@@ -99,8 +99,8 @@ def wide() -> em.Target:
     return em.Target(model)
 
 
-@pytest.mark.parametrize(("cache", "drafts", "how"), CASES)
-def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> None:
+@pytest.mark.parametrize(("cache", "drafts", "sampling"), CASES)
+def test_text_does_not_depend_on_groups(cache: str, drafts: str, sampling: str) -> None:
     target, bits = target_of(cache), 8 if cache == "quantized" else None
     texts = []
     for groups in (1, 2):
@@ -114,7 +114,7 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
             groups=groups,
         )
         with steps_of(8):
-            rows = requests(grouped(engine), HOW[how])
+            rows = requests(grouped(engine), SAMPLING[sampling])
             assert decode(engine, rows) == groups
         texts.append([row.tokens for row in rows])
         assert [row.finish_reason for row in rows] == ["length"] * len(rows)
@@ -492,7 +492,7 @@ def test_observers_see_the_rows_of_both_groups() -> None:
     engine, short, long = parted()
     size, lengths = engine.kv_budget.size, [[row.length for row in rows] for rows in (short, long)]
     assert (engine.active, engine.waiting) == (4, 0)
-    assert engine.snapshot().kv_used == sum(size.nbytes(2, max(each)) for each in lengths)
+    assert engine.snapshot().kv_used == sum(size.nbytes(2, max(group)) for group in lengths)
     told = list[RoundResult]()
     engine.observer = told.append
     before = sum(len(row.tokens) for row in (*short, *long))

@@ -68,9 +68,9 @@ def test_the_most_likely_branches_are_drafted(sizes: tuple[int, int], params: Sa
         for node in range(nodes):
             above = int(parents[row, node])
             assert above <= node
-            known = shares(text, branches[above], params)
+            logprobs = shares(text, branches[above], params)
             branches.append([*branches[above], int(tokens[row, node])])
-            joint.append(joint[above] + known[int(tokens[row, node])])
+            joint.append(joint[above] + logprobs[int(tokens[row, node])])
             assert len(branches[-1]) <= depth
         assert len({tuple(branch) for branch in branches}) == nodes + 1
         assert all(a >= b - 0.05 for a, b in itertools.pairwise(joint))  # likeliest first

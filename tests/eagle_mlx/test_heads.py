@@ -37,7 +37,7 @@ PARAMS = [
 @cache
 def alone() -> list[list[int]]:
     """Return each request's text alone, without drafts."""
-    return [em.Engine(TARGET).generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
+    return [em.Engine(TARGET).generate([p], params)[0].tokens for p, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.mark.parametrize("name", in_turn(ALL, of=3))
@@ -55,22 +55,22 @@ def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
     proposer = em.HeadProposer(head)
     proposer.bind(TARGET)
     texts = [[int(t) for t in np.random.default_rng(row).integers(0, 64, 9 + 4 * row)] for row in range(3)]
-    known = [5 + 3 * row for row in range(3)]
-    state = proposer.open([text[:n] for text, n in zip(texts, known, strict=True)])
-    state.prefill(seen(head, texts, [0, 0, 0], [n - 1 for n in known]))
+    lengths = [5 + 3 * row for row in range(3)]
+    state = proposer.open([text[:n] for text, n in zip(texts, lengths, strict=True)])
+    state.prefill(seen(head, texts, [0, 0, 0], [n - 1 for n in lengths]))
     batch, depth = SamplingBatch.of([em.SamplingParams()] * 3, [0] * 3), 4
     for gains in ([1, 3, 2], None):
-        draft = state.draft(Plan(depth), batch, mx.array(known))
-        for row, (text, n) in enumerate(zip(texts, known, strict=True)):
+        draft = state.draft(Plan(depth), batch, mx.array(lengths))
+        for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
             assert draft.tokens[row].tolist() == slow_draft(head, text[:n], depth)
         if gains:
-            before, known = known, [n + gain for n, gain in zip(known, gains, strict=True)]
-            state.observe(seen(head, texts, [n - 1 for n in before], [n - 1 for n in known]))
+            before, lengths = lengths, [n + gain for n, gain in zip(lengths, gains, strict=True)]
+            state.observe(seen(head, texts, [n - 1 for n in before], [n - 1 for n in lengths]))
     for part, rows in ((state.take(1), [1]), (state, [0, 2])):  # a row that moves keeps what the head has read of it
         batch = SamplingBatch.of([em.SamplingParams()] * len(rows), [0] * len(rows))
-        draft = part.draft(Plan(depth), batch, mx.array([known[row] for row in rows]))
+        draft = part.draft(Plan(depth), batch, mx.array([lengths[row] for row in rows]))
         for at, row in enumerate(rows):
-            assert draft.tokens[at].tolist() == slow_draft(head, texts[row][: known[row]], depth)
+            assert draft.tokens[at].tolist() == slow_draft(head, texts[row][: lengths[row]], depth)
 
 
 def slow_draft(head: DraftHead, text: list[int], depth: int) -> list[int]:

@@ -60,10 +60,8 @@ def attributes_of(model: nn.Module) -> dict[tuple[str, str], object]:
 def differences(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> list[tuple[str, str]]:
     """Return the attributes that are another object now. gemma3n's layers replace weights by equal ones."""
 
-    def same(one: Any, other: Any) -> bool:
-        return one is other or (
-            isinstance(one, mx.array) and isinstance(other, mx.array) and bool((one == other).all())
-        )
+    def same(old: Any, new: Any) -> bool:
+        return old is new or (isinstance(old, mx.array) and isinstance(new, mx.array) and bool((old == new).all()))
 
     return [key for key in {**before, **after} if not same(before.get(key, before), after.get(key, after))]
 

@@ -157,9 +157,9 @@ def test_text_is_the_targets_own_whatever_is_drafted(
     engine = em.Engine(
         TARGET, Hostile(ALONE[params], seed, spoil), policy=policy, max_batch=max_batch, prefix_cache_bytes=1 << 20
     )
-    each = [replace(params, max_tokens=COUNT - (index if stops else 0)) for index in range(len(PROMPTS))]
-    outputs = generate(engine, PROMPTS, each, pauses, seed)
-    assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], each, strict=True)]
+    row_params = [replace(params, max_tokens=COUNT - (index if stops else 0)) for index in range(len(PROMPTS))]
+    outputs = generate(engine, PROMPTS, row_params, pauses, seed)
+    assert [o.tokens for o in outputs] == [t[: p.max_tokens] for t, p in zip(ALONE[params], row_params, strict=True)]
     assert sum(output.accepted for output in outputs) > 0
     assert all(output.accepted <= output.drafted for output in outputs)
 
@@ -491,8 +491,8 @@ def test_a_draft_with_nan_harms_no_other_rows_recurrent_state(name: str, params:
     prompts = [[token % (VOCAB - 4) for token in prompt] for prompt in PROMPTS]
     lone = em.Engine(em.Target(healthy), max_batch=1)
     texts = [lone.generate([prompt], params)[0].tokens for prompt in prompts]
-    known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    proposer = Sickening(np.random.default_rng(0), known, Manners())
+    sequences = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    proposer = Sickening(np.random.default_rng(0), sequences, Manners())
     outputs = em.Engine(em.Target(sick), proposer, policy=em.FixedPolicy(3), max_batch=3).generate(prompts, params)
     assert 0 < assert_nan_ends_its_rows_alone(outputs, texts) < len(texts)
     assert sum(output.accepted for output in outputs) > 0

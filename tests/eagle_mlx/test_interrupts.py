@@ -170,8 +170,8 @@ def with_files(kind: str, drafts: str) -> Scenario:
         fill(folder, kind, drafts)
         return disk_tier.engine(folder, kind, drafts)
 
-    known = [(prompt, disk_tier.cold(tuple(prompt), kind, drafts)) for prompt in prompts]
-    return Scenario(make, known, [(0, "submit", 0), (2, "submit", 1)], boundaries=(60,))
+    continuations = [(prompt, disk_tier.cold(tuple(prompt), kind, drafts)) for prompt in prompts]
+    return Scenario(make, continuations, [(0, "submit", 0), (2, "submit", 1)], boundaries=(60,))
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {

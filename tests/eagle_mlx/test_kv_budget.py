@@ -227,9 +227,9 @@ class Seats:
         self.let_in: list[RequestState] = []
 
     def submit(self, *requests: RequestState) -> None:
-        for each in requests:
-            self.budget.limited(each.request)
-            self.admission.waiting.append(each)
+        for row in requests:
+            self.budget.limited(row.request)
+            self.admission.waiting.append(row)
 
     def admit(self) -> list[RequestState]:
         new = []
@@ -245,8 +245,8 @@ class Seats:
 
     @staticmethod
     def end(requests: Sequence[RequestState]) -> None:
-        for each in requests:
-            each.finish("length")
+        for row in requests:
+            row.finish("length")
 
 
 BYTES = CacheSize(position=1).nbytes(4, 1000)

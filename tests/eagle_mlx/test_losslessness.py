@@ -175,8 +175,10 @@ def threshold_law(toy: Toy, params: SamplingParams, length: int) -> Array:
     last = mx.arange(1000 * vocab) % vocab
     drafts, q = toy.propose(last, 2, many(replace(params, acceptance="rejection"), len(last)), 0 * last, certain=False)
     slots = dict[tuple[int, ...], Array]()
-    for (first, _), after, (one, two) in zip(drafts.tolist(), last.tolist(), np.array(q, np.float64), strict=True):
-        slots[after,], slots[after, first] = one, two
+    for (first, _), after, (first_law, second_law) in zip(
+        drafts.tolist(), last.tolist(), np.array(q, np.float64), strict=True
+    ):
+        slots[after,], slots[after, first] = first_law, second_law
 
     def texts(left: int, *before: int) -> Array:
         """Return the law of `left` tokens after a token and the drafts that were accepted since."""
@@ -239,14 +241,14 @@ def chain_laws(law: Array, vocab: int) -> dict[tuple[int, ...], Array]:
 def chain_follows(texts: Array, law: Array, vocab: int) -> bool:
     """Return whether each token of the texts [N, 3] passes by itself, and each two neighbors by chi-square."""
     return all(
-        follows(texts[:, at], each, vocab) if len(at) == 1 else not misses(texts[:, at], each, vocab)
-        for at, each in chain_laws(law, vocab).items()
+        follows(texts[:, at], marginal, vocab) if len(at) == 1 else not misses(texts[:, at], marginal, vocab)
+        for at, marginal in chain_laws(law, vocab).items()
     )
 
 
 def chain_misses(texts: Array, law: Array, vocab: int) -> bool:
     """Return whether a token of the texts [N, 3], or two neighbors, miss the bar for any N."""
-    return any(misses(texts[:, at], each, vocab) for at, each in chain_laws(law, vocab).items())
+    return any(misses(texts[:, at], marginal, vocab) for at, marginal in chain_laws(law, vocab).items())
 
 
 def test_the_bar_is_where_it_should_be() -> None:
@@ -538,8 +540,8 @@ def test_pure_functions_of_the_noise_given() -> None:
     noise = gumbel(batch, start[:, None], 9)
     u = mx.full((30, 2), 0.5)
     once = rejection(p, q, drafts, start + 2, u, noise)
-    each = rejection(p, q, drafts, start + 2, u, mx.broadcast_to(noise, (30, 3, 9)))
-    assert mx.array_equal(once.tokens, each.tokens)
+    by_position = rejection(p, q, drafts, start + 2, u, mx.broadcast_to(noise, (30, 3, 9)))
+    assert mx.array_equal(once.tokens, by_position.tokens)
 
 
 # Through the engine: a grammar, with drafts by n-grams and by a model.

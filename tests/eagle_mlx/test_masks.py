@@ -37,7 +37,9 @@ def test_masks_change_no_text_of_any_architecture(name: str, kind: str) -> None:
     requests = [(PROMPTS[0], Steps), (PROMPTS[1], None), (PROMPTS[2], Steps), (PROMPTS[0], penalized)]
 
     params = [params_of(Steps, kind) if grammar is Steps else grammar or free for _, grammar in requests]
-    alone = [em.Engine(target).generate([p], each)[0].tokens for (p, _), each in zip(requests, params, strict=True)]
+    alone = [
+        em.Engine(target).generate([p], sampling)[0].tokens for (p, _), sampling in zip(requests, params, strict=True)
+    ]
     texts = [[*prompt, *text] for (prompt, _), text in zip(requests, alone, strict=True)]
     drafting: list[Any] = [None, Guess(texts, vocab=96), em.NgramProposer(), Guess(texts, 0.0)]
     turn = NAMES.index(name) // 2 % 2

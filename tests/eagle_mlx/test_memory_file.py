@@ -57,20 +57,20 @@ def test_texts_that_are_read_at_every_start_are_not_written(tmp_path: Path) -> N
 
 
 def test_servers_that_share_a_folder_keep_the_texts_of_each_other(tmp_path: Path) -> None:
-    (first, one), (second, another) = opened(tmp_path), opened(tmp_path)
+    (first, first_file), (second, second_file) = opened(tmp_path), opened(tmp_path)
     for text in TEXTS[:20]:
         first.add(text)
     for text in TEXTS[20:]:
         second.add(text)
-    one.save()
-    another.save()
+    first_file.save()
+    second_file.save()
     first.add([1, 2, 3])
-    assert one.close(30)
-    size = one.path.stat().st_size
-    assert another.close(30)
+    assert first_file.close(30)
+    size = first_file.path.stat().st_size
+    assert second_file.close(30)
     assert all(remembered(tmp_path))
     write(tmp_path, [[4, 5, 6]])
-    assert one.path.stat().st_size <= size + 100  # no text is there twice
+    assert first_file.path.stat().st_size <= size + 100  # no text is there twice
 
 
 def test_the_newest_texts_fit_a_smaller_memory(tmp_path: Path) -> None:

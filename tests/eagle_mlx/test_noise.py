@@ -79,10 +79,10 @@ def chi_square_z(counts: Array) -> float:
     return float((ratio ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom)))
 
 
-def pairs_z(one: Array, other: Array, cells: int = 16) -> float:
+def pairs_z(first: Array, second: Array, cells: int = 16) -> float:
     """Return how far two uniform variates are from independent and uniform, in cells x cells."""
-    places = np.minimum((one * cells).astype(int), cells - 1) * cells + np.minimum(
-        (other * cells).astype(int), cells - 1
+    places = np.minimum((first * cells).astype(int), cells - 1) * cells + np.minimum(
+        (second * cells).astype(int), cells - 1
     )
     return chi_square_z(np.bincount(places.ravel(), minlength=cells**2))
 

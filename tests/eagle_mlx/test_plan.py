@@ -21,7 +21,7 @@ COUNTS = st.lists(st.integers(0, 16), min_size=1, max_size=4)
 
 def restored(sent: str) -> RoundResult:
     fields: dict[str, Any] = json.loads(sent)
-    plan, trials = plan_of(fields["plan"]), [Trial(*each) for each in fields["trials"]]
+    plan, trials = plan_of(fields["plan"]), [Trial(*trial) for trial in fields["trials"]]
     return RoundResult(**{**fields, "plan": plan, "trials": trials, "forced": tuple(fields["forced"])})
 
 

@@ -42,7 +42,7 @@ def test_the_next_turn_reuses_the_cache(drafts: str, chunk: int, params: em.Samp
     """Also if drafts change the text, which then shows how they continue."""
     with_cache = engine(proposer=PROPOSERS[drafts](TARGET), prefill_chunk=chunk)
     without = engine(0, PROPOSERS[drafts](TARGET))
-    prompt, known = LONG[:70], 0
+    prompt, reusable = LONG[:70], 0
     for extra in in_full([[1, 2, 3], [4], [5, 6, 7, 8]], [[1, 2, 3], [4]]):
         got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
         assert (got.tokens, got.rounds, got.accepted_by_position) == (
@@ -50,8 +50,8 @@ def test_the_next_turn_reuses_the_cache(drafts: str, chunk: int, params: em.Samp
             wanted.rounds,
             wanted.accepted_by_position,
         )
-        assert got.cached_tokens == known
-        known = len(prompt) + len(got.tokens) - 1
+        assert got.cached_tokens == reusable
+        reusable = len(prompt) + len(got.tokens) - 1
         prompt = turns(prompt, got.tokens, extra)
 
 
@@ -93,8 +93,8 @@ def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
     assert busy.prefixes is not None
     params = em.SamplingParams(max_tokens=2)
     busy.generate([LONG[:40]], params)
-    one = busy.prefixes.nbytes
-    busy.prefixes.capacity = int(2.5 * one)
+    text_bytes = busy.prefixes.nbytes
+    busy.prefixes.capacity = int(2.5 * text_bytes)
     prompts = [[i, *LONG[1:40]] for i in range(4)]
     for prompt in prompts:
         busy.generate([prompt], params)
@@ -132,8 +132,8 @@ def test_decoding_rows_leave_memory_to_the_cache() -> None:
     cache.advance(100)
     for row in range(4):
         prefixes.keep([row] * 101, Past(100, cache, row))
-    one = prefixes.nbytes // 4
-    for left, count in ((4 * one, 4), (3 * one, 3), (one, 1), (-1, 0)):
+    text_bytes = prefixes.nbytes // 4
+    for left, count in ((4 * text_bytes, 4), (3 * text_bytes, 3), (text_bytes, 1), (-1, 0)):
         spare[0] = left
         prefixes.trim()
         assert len(prefixes.tree.used) == count

@@ -101,10 +101,10 @@ def test_keys_and_values_are_kept_once() -> None:
     busy = em.Engine(which, em.HeadProposer(tiny_head(which)), prefix_cache_bytes=MANY)
     assert busy.prefixes is not None
     answered(busy, CHAT)
-    one = busy.prefixes.nbytes / (len(CHAT) + PARAMS.max_tokens - 1)
+    token_bytes = busy.prefixes.nbytes / (len(CHAT) + PARAMS.max_tokens - 1)
     for last in range(4):
         answered(busy, [*CHAT, 100 + last])
-    assert busy.prefixes.nbytes == pytest.approx(one * (len(CHAT) + 5 * PARAMS.max_tokens), rel=0.05)
+    assert busy.prefixes.nbytes == pytest.approx(token_bytes * (len(CHAT) + 5 * PARAMS.max_tokens), rel=0.05)
 
 
 def test_a_state_is_kept_once_per_shared_prefix() -> None:

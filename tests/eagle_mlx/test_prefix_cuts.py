@@ -103,12 +103,12 @@ def test_a_text_is_reused_if_its_windows_are_complete() -> None:
     which = target("gemma3_text", 32)
     params = em.SamplingParams(max_tokens=10)
     # 69 positions went into 48 slots: 21 to 68 remain, and separately 10 to 57 from the end of the prompt.
-    for kept, known in ((66, 65), (53, 52), (52, 51), (42, 41), (41, 0), (30, 0)):
+    for kept, reused in ((66, 65), (53, 52), (52, 51), (42, 41), (41, 0), (30, 0)):
         engine = busy(which, None, 1)
         text = [*LONG[:60], *engine.generate([LONG[:60]], params)[0].tokens]
         prompt = [*text[:kept], (text[kept] + 1) % VOCAB, 2, 3]
         got = engine.generate([prompt], params)[0]
-        assert got.cached_tokens == known
+        assert got.cached_tokens == reused
         assert same(which, prompt, got.tokens, cold(which, tuple(prompt), params))
 
 
@@ -145,19 +145,19 @@ def test_any_history_and_any_cut_equal_a_cold_engine(name: str) -> None:
             other = engine.prepare(LONG[:75], em.SamplingParams(max_tokens=99))
             oracle.texts[tuple(other.prompt)] = [0] * 99  # type: ignore[index]
             engine.submit(other)
-        for asked in requests:
-            prompt = [*LONG[: asked["beginning"]], *asked["rest"]]
-            params = em.SamplingParams(max_tokens=asked["tokens"])
+        for fields in requests:
+            prompt = [*LONG[: fields["beginning"]], *fields["rest"]]
+            params = em.SamplingParams(max_tokens=fields["tokens"])
             wanted = cold(which, tuple(prompt), params)
             oracle.texts[tuple(prompt)] = wanted  # type: ignore[index]
-            if asked["end"] == "cancel":
-                cancelled(engine, prompt, asked["tokens"] // 2, params)
+            if fields["end"] == "cancel":
+                cancelled(engine, prompt, fields["tokens"] // 2, params)
                 continue
-            if asked["end"] == "stop":
-                stop = wanted[asked["tokens"] // 2]
-                params = em.SamplingParams(max_tokens=asked["tokens"], stop_token_ids=(stop,))
+            if fields["end"] == "stop":
+                stop = wanted[fields["tokens"] // 2]
+                params = em.SamplingParams(max_tokens=fields["tokens"], stop_token_ids=(stop,))
                 wanted = wanted[: wanted.index(stop) + 1]
-            row = engine.prepare(prompt, params, boundaries=(min(2 * asked["boundary"], len(prompt)),))
+            row = engine.prepare(prompt, params, boundaries=(min(2 * fields["boundary"], len(prompt)),))
             engine.submit(row)
             while row.finish_reason is None:
                 engine.step()

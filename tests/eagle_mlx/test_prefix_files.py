@@ -56,8 +56,8 @@ def test_blocks_equal_pieces(lengths: list[int], left_out: list[tuple[int, int]]
         x = mx.array(positions, mx.float32).reshape(1, 1, -1, 1)
         return KVPiece([[x, x + 0.5], []])
 
-    known = bytes(position not in gone for position in range(total))
-    whole = content_of(PrefixPiece(entries(list(range(total))), HeadPiece(entries(there), known)))
+    marks = bytes(position not in gone for position in range(total))
+    whole = content_of(PrefixPiece(entries(list(range(total))), HeadPiece(entries(there), marks)))
     pieces, start = list[PrefixPiece](), 0
     for length in lengths:
         pieces.append(piece_from(*decode(cut(whole, start, start + length).encode())))
@@ -67,5 +67,5 @@ def test_blocks_equal_pieces(lengths: list[int], left_out: list[tuple[int, int]]
         assert isinstance(piece.state, HeadPiece)
         assert piece.target.layers[0][0].reshape(-1).tolist() == wanted
         assert piece.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
-        assert piece.state.marks == known[first:]
+        assert piece.state.marks == marks[first:]
         assert piece.target.layers[1] == []

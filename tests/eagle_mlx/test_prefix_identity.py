@@ -76,8 +76,8 @@ def test_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
     assert answered(first)[0] == 0
     assert answered(engine(load(), tmp_path / "cache"))[0] == BLOCK
     other, cold = load(), load()
-    for each in (other, cold):
-        change(each, TEXT[0])
+    for target in (other, cold):
+        change(target, TEXT[0])
     reused, text = answered(engine(other, tmp_path / "cache"))
     assert reused == 0
     assert text == answered(engine(cold, None))[1]
@@ -109,10 +109,10 @@ def test_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path) ->
     narrow = em.load_target(folder, mx.bfloat16)
     assert answered(engine(adapted, tmp_path / "cache"))[0] == 0
     assert answered(engine(narrow, tmp_path / "cache"))[0] == 0
-    one, same, changed = (em.HeadProposer(tiny_head(loaded())) for _ in range(3))
+    original, same, changed = (em.HeadProposer(tiny_head(loaded())) for _ in range(3))
     weight = changed.head.fc.weight  # type: ignore[attr-defined]
     weight[0, 0] = weight[0, 0] + 1
-    assert answered(engine(loaded(), tmp_path / "cache", one))[0] == 0
+    assert answered(engine(loaded(), tmp_path / "cache", original))[0] == 0
     assert answered(engine(loaded(), tmp_path / "cache", same))[0] > 0
     assert answered(engine(loaded(), tmp_path / "cache", changed))[0] == 0
 

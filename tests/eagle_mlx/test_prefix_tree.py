@@ -166,14 +166,14 @@ def test_namespaces_share_only_the_limit() -> None:
         return [tree.find(np.array(keys), 1, space) is not None for space in spaces]
 
     assert insert(spaces[0])
-    one = tree.nbytes
+    text_bytes = tree.nbytes
     assert tree.find(np.array(keys)) is None
     assert hits() == [True, False, False]
     assert insert(spaces[1])
     assert insert(spaces[2])
-    assert tree.nbytes == 3 * one
+    assert tree.nbytes == 3 * text_bytes
     assert hits() == [True, True, True]
-    tree.trim(one)
+    tree.trim(text_bytes)
     assert hits() == [False, False, True]
     tree.trim(0)
     assert tree.nbytes == len(tree.used) == 0

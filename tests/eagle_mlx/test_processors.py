@@ -61,9 +61,9 @@ class GuessState(RowsState):
         rng, tokens, depth = self.guess.rng, [], plan.depth
         for row in self.rows:
             text = next((t for t in self.guess.texts if t[: len(row)] == row), [])
-            known = (text[len(row) : len(row) + depth] + [0] * depth)[:depth]
+            continuation = (text[len(row) : len(row) + depth] + [0] * depth)[:depth]
             tokens.append(
-                [int(rng.integers(self.guess.vocab)) if rng.random() < self.guess.wrong else t for t in known]
+                [int(rng.integers(self.guess.vocab)) if rng.random() < self.guess.wrong else t for t in continuation]
             )
         lengths = rng.integers(depth // 2, depth + 1, len(tokens))
         return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))

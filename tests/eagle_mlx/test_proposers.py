@@ -64,8 +64,8 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
     seeds = [p.seed or 0 for p in params]
     proposer = em.HeadProposer(HEADS[head])
     proposer.bind(TARGET)
-    known = [4 + 3 * i for i in range(len(texts))]
-    state = proposer.open([text[:n] for text, n in zip(texts, known, strict=True)])
+    lengths = [4 + 3 * i for i in range(len(texts))]
+    state = proposer.open([text[:n] for text, n in zip(texts, lengths, strict=True)])
 
     def seen(starts: list[int], stops: list[int]) -> Observation:
         parts = [observation(head, t, a, b) for t, a, b in zip(texts, starts, stops, strict=True)]
@@ -74,16 +74,16 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
         layers = tuple(mx.concatenate(list(layer)) for layer in zip(*pad, strict=True))
         return Observation([tokens for tokens, _ in parts], layers)
 
-    state.prefill(seen([0] * len(texts), [n - 1 for n in known]))
+    state.prefill(seen([0] * len(texts), [n - 1 for n in lengths]))
     for step in range(rounds + 1):
         plan = Plan(depth, stop_below=stop_below)
-        draft = state.draft(plan, SamplingBatch.of(params, seeds), mx.array(known))
+        draft = state.draft(plan, SamplingBatch.of(params, seeds), mx.array(lengths))
         count = length_of(plan, draft)
-        for row, (text, n) in enumerate(zip(texts, known, strict=True)):
+        for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
             assert draft.tokens[row].tolist() == slow_draft(head, text[:n], count, params[row], seeds[row])
         if step < rounds:
-            before, known = known, [n + gain[step] for n, gain in zip(known, gains, strict=True)]
-            state.observe(seen([n - 1 for n in before], [n - 1 for n in known]))
+            before, lengths = lengths, [n + gain[step] for n, gain in zip(lengths, gains, strict=True)]
+            state.observe(seen([n - 1 for n in before], [n - 1 for n in lengths]))
 
 
 def test_a_row_that_kept_one_token_drafts_from_it_while_others_kept_more() -> None:

@@ -177,7 +177,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     count = 2 + seed % 2
     fault = Fault.drawn(seed, count)
     processes = start(count, tmp_path, WORKER, f"faulty {seed} {TIMEOUT} {shard}")
-    left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.how != "stop"]
+    left = [process for rank, process in enumerate(processes) if rank != fault.rank or fault.kind != "stop"]
     try:
         outputs = [process.communicate(timeout=90) for process in left]
         last = time.time()
@@ -185,7 +185,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
         for process in processes:
             process.kill()
     printed_texts = [out for out, _ in outputs] + [
-        processes[fault.rank].communicate()[0] for _ in range(fault.how == "stop")
+        processes[fault.rank].communicate()[0] for _ in range(fault.kind == "stop")
     ]
     [began] = [
         json.loads(line)["fault"] for out in printed_texts for line in out.splitlines() if line.startswith('{"fault"')
@@ -193,7 +193,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
     texts = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith('{"request"')]
     assert all(answer["right"] for answer in texts)
     survived = [process.returncode for rank, process in enumerate(processes) if rank != fault.rank]
-    if fault.how == "delay":
+    if fault.kind == "delay":
         assert len(texts) == 5
         assert survived == [0] * (count - 1)
         return
@@ -248,7 +248,7 @@ class Silent:
     closed = False
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.messages: list[Any] = []
 
     @property
     def lock(self) -> Any:
@@ -256,7 +256,7 @@ class Silent:
 
     def send(self, message: Any) -> None:
         assert not self.closed, "nobody watches any more, and there may be nobody who hears it"
-        self.said.append(json.loads(json.dumps(message)))
+        self.messages.append(json.loads(json.dumps(message)))
 
     def close(self) -> None:
         self.closed = True
@@ -269,21 +269,24 @@ def test_each_forward_sends_one_message() -> None:
     channel: Any = Silent()
     target = LeadingTarget.of(tiny_target(), channel)
     cache = RaggedCache.of(target.model, 2)
-    assert channel.said == []
+    assert channel.messages == []
     target.forward(mx.array([[1, 2], [3, 4]]), cache)
     cache.advance(mx.array([2, 1], mx.int32), at_most=2)
     fork = cache.fork(1, 1)
     cache.remove(0)
-    assert len(channel.said) == 1
+    assert len(channel.messages) == 1
     target.forward(mx.array([[5]]), cache)
-    names = [[call[1] for call in message["calls"]] for message in channel.said]
+    names = [[call[1] for call in message["calls"]] for message in channel.messages]
     assert names == [["new"], ["advance", "fork", "remove"]]
-    assert [message["then"] for message in channel.said] == [["forward", 0, [[1, 2], [3, 4]]], ["forward", 0, [[5]]]]
-    assert channel.said[1]["gone"] == []
+    assert [message["then"] for message in channel.messages] == [
+        ["forward", 0, [[1, 2], [3, 4]]],
+        ["forward", 0, [[5]]],
+    ]
+    assert channel.messages[1]["gone"] == []
     number = fork.number  # type: ignore[attr-defined]
     del fork
     target.forward(mx.array([[6]]), cache)
-    assert channel.said[2]["gone"] == [number]
+    assert channel.messages[2]["gone"] == [number]
 
 
 def test_ranks_are_ended_once_unless_they_are_lost() -> None:
@@ -291,12 +294,12 @@ def test_ranks_are_ended_once_unless_they_are_lost() -> None:
     target = LeadingTarget.of(tiny_target(), channel)
     target.close()
     target.close()
-    assert [message["then"] for message in channel.said] == [["end"]]
+    assert [message["then"] for message in channel.messages] == [["end"]]
     assert channel.closed
     gone: Any = Silent()
     gone.lost = "rank 1 is gone"
     LeadingTarget.of(tiny_target(), gone).close()
-    assert gone.said == []
+    assert gone.messages == []
 
 
 def test_a_closed_target_leaves_a_model_that_makes_its_own_caches_again() -> None:

@@ -107,9 +107,9 @@ def test_a_memory_keeps_to_its_limit_and_forgets_the_oldest_first() -> None:
         memory.add(text)
         assert memory.nbytes <= 100_000
     [kept] = memory.of("")
-    known = [kept.longest(last_of(text[:50])) == REACH for text in texts]
-    assert known == sorted(known)
-    assert sum(known) >= 10
+    remembered = [kept.longest(last_of(text[:50])) == REACH for text in texts]
+    assert remembered == sorted(remembered)
+    assert sum(remembered) >= 10
 
 
 def test_a_client_with_many_texts_forgets_its_own() -> None:

@@ -71,8 +71,8 @@ def test_each_position_is_rotated_as_if_alone(kind: str, dtype: mx.Dtype, heads:
     assert (turned.shape, turned.dtype) == (x.shape, dtype)
     for row in range(2):
         for place in range(4):
-            one = x[row : row + 1, ..., place : place + 1, :]
-            alone = plain(one, offset=int(at[row, place].item()))
+            vector = x[row : row + 1, ..., place : place + 1, :]
+            alone = plain(vector, offset=int(at[row, place].item()))
             got = turned[row : row + 1, ..., place : place + 1, :]
             close = 1e-3 if kind == "own" else 2e-5  # the former makes numbers of several hundred, the others do not
             np.testing.assert_allclose(

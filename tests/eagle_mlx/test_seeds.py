@@ -45,7 +45,7 @@ PARAMS = [params_of(index) for index in range(COUNT)]
 def expected() -> list[list[int]]:
     """Return each request's text alone, without drafts."""
     plain = em.Engine(TARGET, max_batch=1)
-    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
+    return [plain.generate([p], sampling)[0].tokens for p, sampling in zip(PROMPTS, PARAMS, strict=True)]
 
 
 DRAFTS: dict[str, Callable[[em.Target], Any]] = {
@@ -76,7 +76,7 @@ def test_the_same_tokens_every_time(
         prefix_cache_bytes=1 << 20 if pauses and batch > 1 else 0,
         exact=exact,
     )
-    params = [replace(each, drafter=chosen[index % len(chosen)]) for index, each in enumerate(PARAMS)]
+    params = [replace(sampling, drafter=chosen[index % len(chosen)]) for index, sampling in enumerate(PARAMS)]
     outputs = generate(engine, PROMPTS, params, pauses)
     assert (engine.pauses > 0) == (pauses > 0)
     assert [output.tokens for output in outputs] == expected()
@@ -88,7 +88,7 @@ def test_the_same_tokens_every_time(
 def test_threshold_texts_are_the_same_in_any_batch(kind: str) -> None:
     """They depend on the drafts, but not on other rows."""
     count = in_full(COUNT, 4)
-    params = [replace(each, acceptance="threshold", threshold=0.02) for each in PARAMS[:count]]
+    params = [replace(sampling, acceptance="threshold", threshold=0.02) for sampling in PARAMS[:count]]
     head = em.HeadProposer(IN_BLOCKS[kind](TARGET))
     texts = []
     for batch in (1, 4):
@@ -113,10 +113,10 @@ class WideSteps(Steps):
 @cache
 def expected_of_grammars() -> list[list[int]]:
     plain = em.Engine(TARGET, max_batch=1)
-    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, GUIDED, strict=True)]
+    return [plain.generate([p], sampling)[0].tokens for p, sampling in zip(PROMPTS, GUIDED, strict=True)]
 
 
-GUIDED = [replace(each, grammar=WideSteps, stop_token_ids=(END,)) for each in PARAMS]
+GUIDED = [replace(sampling, grammar=WideSteps, stop_token_ids=(END,)) for sampling in PARAMS]
 
 
 @pytest.mark.parametrize(("proposer", "depth", "exact"), diagonal(in_turn(DRAFTS), [3, 5], [False, True]))

@@ -101,9 +101,9 @@ def test_eight_bits_come_back_as_bfloat16_from_smaller_files(tmp_path: Path, hid
     write_all(tmp_path / "s", samples, meta, 20)
     reader = ShardReader(tmp_path / "s")
     assert reader.meta.bits == 8
-    for stored, one in zip(reader, samples, strict=True):
-        aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (one.states.features, one.states.last))
-        assert same(stored, replace(one, states=HiddenStates((1, 3), aux, last)))
+    for stored, original in zip(reader, samples, strict=True):
+        aux, last = (dequantize(*quantize(x, hidden), hidden) for x in (original.states.features, original.states.last))
+        assert same(stored, replace(original, states=HiddenStates((1, 3), aux, last)))
     payload = bytes_per_token(meta) * reader.tokens
     assert payload < sum(f.size for f in reader.files) < payload + 2000
     assert (bytes_per_token(meta) < 0.55 * bytes_per_token(replace(meta, bits=16))) == (hidden > 4)

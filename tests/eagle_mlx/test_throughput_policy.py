@@ -23,22 +23,27 @@ ALL = Abilities(trees=True, early_exit=True)
 TREES = [Plan(levels_for(nodes), nodes) for nodes in (8, 16, 32)]
 
 
-def policy_for(curve: str, known: bool = True, **settings: Any) -> ThroughputPolicy:
+def policy_for(curve: str, measured: bool = True, **settings: Any) -> ThroughputPolicy:
     """Return a new policy, with or without the cost curve measured at load."""
     policy = ThroughputPolicy(**settings)
-    if known:
+    if measured:
         policy.costs.curve = World(curve).curve_at(1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)
     return policy
 
 
 def speeds(
-    start: int, rounds: int = in_full(ROUNDS, 600), rows: int = 1, known: bool = True, seeds: Any = SEEDS, **world: Any
+    start: int,
+    rounds: int = in_full(ROUNDS, 600),
+    rows: int = 1,
+    measured: bool = True,
+    seeds: Any = SEEDS,
+    **world: Any,
 ) -> Any:
     """Return tokens per second relative to plain decoding, by seed, for the rounds from `start` on."""
     rates = []
     for seed in seeds:
         made = World(seed=seed, **world)
-        policy = policy_for(made.curve, known, max_nodes=32 if made.can.trees else 0)
+        policy = policy_for(made.curve, measured, max_nodes=32 if made.can.trees else 0)
         if start:
             made.run(policy, start, rows)
         rates.append(made.run(policy, rounds, rows))
@@ -53,10 +58,10 @@ USELESS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("curve", "known", "head"), diagonal(CURVES, [True, False, True], USELESS))
-def test_a_useless_head_costs_at_most_three_percent(curve: str, known: bool, head: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("curve", "measured", "head"), diagonal(CURVES, [True, False, True], USELESS))
+def test_a_useless_head_costs_at_most_three_percent(curve: str, measured: bool, head: dict[str, Any]) -> None:
     """From the first round on, with all ways to draft: chains, early exits, trees and n-grams."""
-    assert speeds(0, ROUNDS, curve=curve, known=known, **head).mean() > 0.97
+    assert speeds(0, ROUNDS, curve=curve, measured=measured, **head).mean() > 0.97
 
 
 NGRAMS = [{}, {"share": 0.5, "ngrams": 0.0}, {"share": 0.5, "ngrams": 0.5}]
@@ -91,7 +96,7 @@ def test_a_curve_that_was_not_measured_hides_no_draft_that_pays() -> None:
     """From cold. The default curve rises more steeply than this one, so plain rounds seemed faster than measured."""
     world = {"curve": "CPU", "chance": 0.4, "drafting": 0.2}
     gained = World(**world).best(4) - 1  # type: ignore[arg-type]
-    reached = speeds(0, rounds=300, rows=4, known=False, seeds=range(6), **world)
+    reached = speeds(0, rounds=300, rows=4, measured=False, seeds=range(6), **world)
     assert reached.mean() > 1 + 0.75 * gained
 
 
@@ -110,7 +115,7 @@ def test_it_finds_a_long_chain_that_pays_after_short_ones_that_do_not() -> None:
 
 @pytest.mark.parametrize(("curve", "chance"), diagonal(CURVES, [0.6, 0.95]))
 def test_it_finds_a_depth_without_a_measured_curve(curve: str, chance: float) -> None:
-    assert speeds(500, curve=curve, chance=chance, known=False).mean() > 0.96 * World(curve, chance).best()
+    assert speeds(500, curve=curve, chance=chance, measured=False).mean() > 0.96 * World(curve, chance).best()
 
 
 @pytest.mark.parametrize(("curve", "insight"), diagonal(in_turn(CURVES, 0), [0.0, 1.0]))
@@ -212,8 +217,8 @@ def test_a_forward_that_was_interrupted_while_it_was_timed_hides_nothing(curve: 
     reached = []
     for seed in SEEDS:
         world, policy = World(curve, chance, seed=seed), policy_for(curve)
-        one = policy.costs.curve[0][1]
-        policy.costs.curve = curve_of({1: [one], 2: [1.77 * one], 4: [1.77 * one], 8: [87 * one]})
+        cost = policy.costs.curve[0][1]
+        policy.costs.curve = curve_of({1: [cost], 2: [1.77 * cost], 4: [1.77 * cost], 8: [87 * cost]})
         world.run(policy, 250)
         reached.append(world.run(policy, 3 * ROUNDS) / world.best())
     assert np.mean(reached) > 0.96

@@ -205,10 +205,10 @@ class Round:
         return cls(params, seeds, logits, drafts, lengths, q, positions)
 
     def row(self, b: int) -> "Round":
-        one = slice(b, b + 1)
-        q = None if self.q is None else self.q[one]
-        arrays = self.logits[one], self.drafts[one], self.lengths[one], q, self.positions[one]
-        return Round(self.params[one], self.seeds[one], *arrays)
+        span = slice(b, b + 1)
+        q = None if self.q is None else self.q[span]
+        arrays = self.logits[span], self.drafts[span], self.lengths[span], q, self.positions[span]
+        return Round(self.params[span], self.seeds[span], *arrays)
 
     def emitted(self) -> list[list[int]]:
         q = None if self.q is None else mx.array(self.q)

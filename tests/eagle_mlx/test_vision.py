@@ -284,11 +284,11 @@ def test_files_of_the_prefix_cache_distinguish_images_and_vision_weights(
         return em.Engine(target, prefix_files=files, **CACHED)
 
     first, other = (asks(picture(seed, 48, 64), before=LONG, text=20 * LONG) for seed in (1, 2))
-    one = engine(folders(kind))
-    wanted = one.generate([first, other], GREEDY)
-    assert one.prefixes is not None
-    assert one.prefixes.disk is not None
-    assert one.prefixes.disk.close(20.0)
+    writer = engine(folders(kind))
+    wanted = writer.generate([first, other], GREEDY)
+    assert writer.prefixes is not None
+    assert writer.prefixes.disk is not None
+    assert writer.prefixes.disk.close(20.0)
     again = engine(folders(kind))
     assert [output.tokens for output in again.generate([first, other], GREEDY)] == [o.tokens for o in wanted]
     cached = again.generate(first, GREEDY).cached_tokens
