@@ -37,8 +37,8 @@ def test_gpu_benchmark_measures_every_part(tmp_path: Path) -> None:
     script("gpu.py")["main"]([*few.split(), "--json", str(file)])
     report = json.loads(file.read_text())
     assert list(report["steps"][0]["verify_ms"]) == ["1", "2"]
-    assert [(one["depth"], one["nodes"]) for one in report["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
-    assert all(one["ms"] > 0 for one in report["rounds"])
+    assert [(timing["depth"], timing["nodes"]) for timing in report["rounds"]] == [(0, 0), (2, 0), (3, 4)] * 3
+    assert all(timing["ms"] > 0 for timing in report["rounds"])
 
 
 def test_the_parts_of_a_round_are_timed(
@@ -55,7 +55,7 @@ def test_the_parts_of_a_round_are_timed(
     assert set(written["costs"]["verify_ms"]) == {"1", "3"}
     assert all(written["costs"][key] > 0 for key in ("target_ms", "draft_ms", "draft_to_target"))
     assert written["rollback"]["ratio"] > 0
-    assert [(one["context"], one["depth"]) for one in written["rounds"]] == [(40, 0), (40, 3)]
+    assert [(timing["context"], timing["depth"]) for timing in written["rounds"]] == [(40, 0), (40, 3)]
     shown = capsys.readouterr().out
     assert "of a target step" in shown
     assert "rollback: " in shown

@@ -199,8 +199,8 @@ DECODING = [
 @pytest.mark.parametrize(
     ("command", "given", "reason"),
     [
-        *(("eagle-serve", given, said) for given, said in DECODING),
-        *(("eagle-generate", f"prompt {given}", said) for given, said in DECODING),
+        *(("eagle-serve", given, reason) for given, reason in DECODING),
+        *(("eagle-generate", f"prompt {given}", reason) for given, reason in DECODING),
         ("eagle-serve", "--port 65536", "--port must be between 0 and 65,535, not 65536"),
         ("eagle-serve", "--prefix-cache-gb 0.2 --kv-gb 0.1", "--prefix-cache-gb 0.2 is a part of --kv-gb, which is"),
         ("eagle-serve", "--prefix-cache-gb 999999", "--prefix-cache-gb must be at least 0 and at most this machine's"),

@@ -29,7 +29,7 @@ sys.modules["wandb"] = None  # mlx-lm imports it if it can: a fifth of the start
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{each}.") for each in hidden):
+        if any(f"{name}.".startswith(f"{root}.") for root in hidden):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def command(entry):
@@ -85,10 +85,10 @@ def imported(*places: str) -> set[str]:
         path for place in places for path in ((ROOT / place).rglob("*.py") if "." not in place else [ROOT / place])
     ]
     modules = set[str]().union(*map(imports_of, paths))
-    known = {**distributions(), "mlx": ["mlx"]}  # several distributions share this folder
+    providers = {**distributions(), "mlx": ["mlx"]}  # several distributions share this folder
     data = {name for name in modules if f"{name}.".startswith("mlx.data.")}
     roots = {name.partition(".")[0] for name in modules - data} - sys.stdlib_module_names - {"eagle_mlx"}
-    names = {known[root][0].lower().replace("_", "-") for root in roots}
+    names = {providers[root][0].lower().replace("_", "-") for root in roots}
     return names | ({"mlx-data"} if data else set())
 
 

@@ -15,9 +15,9 @@ PARAMETERS = (["none", "ngram", "head", "model"], [0, 1, 3, 5], [1, 4, 8], [{}, 
 def test_any_two_values_meet_in_few_combinations(count: int) -> None:
     parameters = PARAMETERS[:count]
     chosen = mixed(*parameters, full=False)
-    for one, other in combinations(range(count), 2):
-        for pair in product(parameters[one], parameters[other]):
-            assert any((each[one], each[other]) == pair for each in chosen)
+    for first, second in combinations(range(count), 2):
+        for pair in product(parameters[first], parameters[second]):
+            assert any((values[first], values[second]) == pair for values in chosen)
     assert len(chosen) <= 1.3 * 16
     assert chosen == mixed(*parameters, full=False)
 
@@ -28,7 +28,7 @@ def test_in_full_all_combinations_are_there() -> None:
 
 def test_those_who_take_turns_are_all_at_last() -> None:
     parts = [in_turn(range(7), turn, of=3, full=False) for turn in range(3)]
-    assert sorted(each for part in parts for each in part) == list(range(7))
+    assert sorted(number for part in parts for number in part) == list(range(7))
     assert max(map(len, parts)) == 3
     assert in_turn(range(7), 1, full=True) == list(range(7))
 

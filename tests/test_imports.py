@@ -143,14 +143,14 @@ def sources(*folders: str) -> list[tuple[Path, str]]:
 
 def table(arrows: dict[str, set[str]]) -> str:
     """Return the table in docs/structure.md: each part after its imports, without parts that import nothing."""
-    known = {name for others in arrows.values() for name in others} - arrows.keys()
-    left = {name: others - known for name, others in arrows.items()}
-    rows = [", ".join(f"`{name}`" for name in sorted(known)) + " import nothing of the library.", "", "| | imports |"]
+    listed = {name for others in arrows.values() for name in others} - arrows.keys()
+    left = {name: others - listed for name, others in arrows.items()}
+    rows = [", ".join(f"`{name}`" for name in sorted(listed)) + " import nothing of the library.", "", "| | imports |"]
     rows.append("|---|---|")
     while left:
-        ready = sorted(name for name in left if left[name] <= known)
+        ready = sorted(name for name in left if left[name] <= listed)
         rows += [f"| `{name}` | {', '.join(f'`{other}`' for other in sorted(left.pop(name)))} |" for name in ready]
-        known |= set(ready)
+        listed |= set(ready)
     return "\n".join(rows)
 
 

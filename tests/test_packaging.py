@@ -59,9 +59,9 @@ def test_installed_version_is_the_projects() -> None:
 
 def oldest(requirements: list[str], environment: dict[str, str]) -> Version:
     """Return the oldest MLX that these requirements allow in an environment. MLX must be among them."""
-    ours = [Requirement(each) for each in requirements]
-    mlx = [each for each in ours if each.name == "mlx" and (each.marker is None or each.marker.evaluate(environment))]
-    return max(Version(each.version) for one in mlx for each in one.specifier if each.operator == ">=")
+    ours = [Requirement(text) for text in requirements]
+    mlx = [need for need in ours if need.name == "mlx" and (need.marker is None or need.marker.evaluate(environment))]
+    return max(Version(bound.version) for need in mlx for bound in need.specifier if bound.operator == ">=")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_the_modes_they_are_named_for(real: Callable[..
     assert figures["speedup_ngram"] == pytest.approx(speedup("ngram", "throughput", False))
     assert figures["speedup_again"] == pytest.approx(speedup("again", "throughput", False))
     chain = runs["eagle", "fixed", 4, 0]
-    by_category = {each["name"]: each["acceptance_length"] for each in chain["by_category"]}
+    by_category = {category["name"]: category["acceptance_length"] for category in chain["by_category"]}
     assert set(by_category) == {"writing", "qa"}
     kept = {name: tau for name, tau in by_category.items() if tau is not None}
     assert figures["tau"] == {"overall": chain["acceptance_length"], **kept}

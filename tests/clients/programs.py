@@ -185,7 +185,7 @@ PROGRAMS = (
 
 def script() -> list[Line]:
     """Return lines that call each program's tool, with the same end for all."""
-    offered = dict(each.calls for each in PROGRAMS if each.calls is not None)
+    offered = dict(program.calls for program in PROGRAMS if program.calls is not None)
     names = sorted(offered, key=lambda name: name != "apply_patch")  # Codex offers another tool besides it
     calls = [Line(f"'{name}' in names", call(name, **offered[name])) for name in names]
     return [Line("'tool' in roles", SAID), *calls, Line("true", SHORT)]

@@ -41,7 +41,7 @@ class Run:
     """The result of a program's run."""
 
     code: int
-    said: str
+    output: str
     exchanges: list[Exchange]
 
 
@@ -111,13 +111,13 @@ def why_wrong(program: Program, ran: Run, mode: str) -> str | None:
     """Return what went wrong, or None."""
     answered = [exchange for exchange in ran.exchanges if exchange.method == "POST" and exchange.status == 200]
     if mode == "too-long":
-        return None if program.too_long in ran.said else "does not say that the prompt is too long"
+        return None if program.too_long in ran.output else "does not say that the prompt is too long"
     if ran.code:
         return f"ended with {ran.code}"
     if not answered:
         return "nothing was answered"
     if mode == "tools" and program.calls is not None:
-        if SAID not in ran.said:
+        if SAID not in ran.output:
             return "does not show the answer behind the tool call"
         sent = json.dumps(answered[-1].body)
         return None if "heron" in sent or program.program == "llm" else "did not send what the tool gave"
@@ -160,7 +160,7 @@ def _try(program: Program, args: argparse.Namespace, server: str) -> bool:
     print(f"{program.name}: {wrong or 'ok'}")
     for exchange in ran.exchanges[-SHOWN:]:
         print(f"    {exchange}")
-    print("".join(f"    | {line}\n" for line in ran.said.strip().splitlines()[-SHOWN:]), flush=True)
+    print("".join(f"    | {line}\n" for line in ran.output.strip().splitlines()[-SHOWN:]), flush=True)
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)
         (args.record / program.recorded).write_text("".join(_recorded(program, ran)))

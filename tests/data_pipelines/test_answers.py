@@ -235,17 +235,17 @@ import os, signal, sys
 from eagle_mlx.data_pipelines import cli
 from eagle_mlx.data_pipelines.jsonl import PartialFile
 
-how, rows = sys.argv.pop(1), int(sys.argv.pop(1))
+signal_name, rows = sys.argv.pop(1), int(sys.argv.pop(1))
 add, count = PartialFile.add, 0
 
 def counted(self, index, key, counts, row):
     global count
     count += 1
-    if count == rows and how == "KILL":
+    if count == rows and signal_name == "KILL":
         self._file.write(b"[7, 12")  # and dies while it writes
         self._file.flush()
     if count == rows:
-        os.kill(os.getpid(), getattr(signal, f"SIG{how}"))
+        os.kill(os.getpid(), getattr(signal, f"SIG{signal_name}"))
     add(self, index, key, counts, row)
 
 PartialFile.add = counted
@@ -261,8 +261,8 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
     argv = ["regenerate", "--target", model, "--data", str(data), "--temperature", "1", "--max-tokens", "6"]
     argv += ["--system", "Be brief.", "--system", ""]
     out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for how, rows, code in (("KILL", "5", -signal.SIGKILL), ("TERM", "3", 143)):
-        ended = Fork("-c", KILLED, how, rows, *argv, "--output", str(out), "--batch", "3")
+    for signal_name, rows, code in (("KILL", "5", -signal.SIGKILL), ("TERM", "3", 143)):
+        ended = Fork("-c", KILLED, signal_name, rows, *argv, "--output", str(out), "--batch", "3")
         _, errors = ended.communicate(120)
         assert ended.returncode == code, errors
         assert not out.exists()

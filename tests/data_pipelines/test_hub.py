@@ -15,7 +15,7 @@ ROWS = [{"question": f"{n}", "answer": f"it is {n}"} for n in range(12)]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """Record the calls, and return an in-memory data set."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -35,26 +35,26 @@ def read(*sources: str, **options: Any) -> list[Conversation]:
     return list(read_conversations(DataConfig(sources, **options), "all"))
 
 
-def test_a_set_is_named_with_config_and_split(asked: list[tuple[str, dict[str, Any]]]) -> None:
+def test_a_set_is_named_with_config_and_split(loads: list[tuple[str, dict[str, Any]]]) -> None:
     conversations = read("you/set:main:train[:50%]", map=("prompt=question,completion=answer",), seed=None)
-    assert asked == [("you/set", {"name": "main", "split": "train[:50%]", "streaming": False})]
+    assert loads == [("you/set", {"name": "main", "split": "train[:50%]", "streaming": False})]
     assert conversations[0] == Conversation((Message("user", "0"), Message("assistant", "it is 0")))
     assert conversations[4].origin == "you/set:main:train[:50%]:5"
     assert len(conversations) == 12
 
 
-def test_presets_name_their_files(asked: list[tuple[str, dict[str, Any]]]) -> None:
+def test_presets_name_their_files(loads: list[tuple[str, dict[str, Any]]]) -> None:
     assert read("preset:sharegpt") == [], "none of these rows is a conversation of ShareGPT"
-    [(name, options)] = asked
+    [(name, options)] = loads
     assert name == "Aeala/ShareGPT_Vicuna_unfiltered"
     assert options["data_files"] == "ShareGPT_V4.3_unfiltered_cleaned_split.json"
     read("preset:gsm8k@you/copy")
-    assert asked[1] == ("you/copy", {"name": None, "split": "train", "streaming": False})
+    assert loads[1] == ("you/copy", {"name": None, "split": "train", "streaming": False})
 
 
-def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple[str, dict[str, Any]]]) -> None:
+def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(loads: list[tuple[str, dict[str, Any]]]) -> None:
     conversations = read("preset:gsm8k", stream=True, seed=3)
-    assert asked[0][1]["streaming"] is True
+    assert loads[0][1]["streaming"] is True
     assert sorted(int(c.messages[0].content) for c in conversations) == list(range(12))
     assert read("preset:gsm8k", stream=True, seed=3) == conversations != read("preset:gsm8k", stream=True, seed=4)
 

@@ -98,11 +98,11 @@ def test_a_conversation_is_cut_before_an_image_that_does_not_fit(folders: Callab
 
 
 def test_another_image_is_another_prompt(folders: Callable[[str], Path]) -> None:
-    one, other = (conversation(data_url(picture(seed))) for seed in (1, 2))
-    assert one.prompt_key() != other.prompt_key()
-    assert one.whole_key() != other.whole_key()
+    first, other = (conversation(data_url(picture(seed))) for seed in (1, 2))
+    assert first.prompt_key() != other.prompt_key()
+    assert first.whole_key() != other.whole_key()
     target = em.load_target(folders("mistral3"))
-    made = [ShardCapture(target, LAYERS, rendered(target, chat)).made_from for chat in (one, other)]
+    made = [ShardCapture(target, LAYERS, rendered(target, chat)).made_from for chat in (first, other)]
     assert made[0] != made[1], "a capture of other images is not continued"
 
 

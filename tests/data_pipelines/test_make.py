@@ -178,7 +178,7 @@ def test_running_tries_stop_when_the_time_is_over(target: Target, whole: bytes, 
     rows = [json.loads(line)["messages"] for line in path.read_bytes().splitlines()]
     full = [json.loads(line)["messages"] for line in whole.splitlines()]
     assert all(row[-1]["role"] == "assistant" for row in rows)
-    assert all(any(one[: len(row)] == row for one in full) for row in rows if row[0] in [one[0] for one in full])
+    assert all(any(chat[: len(row)] == row for chat in full) for row in rows if row[0] in [chat[0] for chat in full])
 
 
 def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_path: Path) -> None:

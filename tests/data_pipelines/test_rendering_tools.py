@@ -165,7 +165,7 @@ def test_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned(te
     t = tokenizer(template)
     rows = [parse_row(row, f"x:{at}") for at, row in enumerate((ROW, CALLS_ONLY, THOUGHTS_ONLY, PLAIN))]
     kept, report = render_all(t, rows, 100)
-    learned = [t.decode([a for a, b in zip(*one[:2], strict=True) if b]) for one in kept]
+    learned = [t.decode([a for a, b in zip(*sample[:2], strict=True) if b]) for sample in kept]
     assert learned == ["Yes<|im_end|>", "b<|im_end|>"]
     assert (report.conversations, report.dropped, report.unusable) == (2, 0, 0)
     assert report.notes("tiny") == [

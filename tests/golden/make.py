@@ -356,14 +356,14 @@ def make_torch() -> None:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1:] or ["portable", "speculators", "mtp", "torch"]
-    if "portable" in asked:
+    parts = sys.argv[1:] or ["portable", "speculators", "mtp", "torch"]
+    if "portable" in parts:
         make_portable()
-    if "speculators" in asked:
+    if "speculators" in parts:
         make_all_speculators()
-    if "mtp" in asked:
+    if "mtp" in parts:
         from make_mtp import make_all_mtp
 
         make_all_mtp()
-    if "torch" in asked:
+    if "torch" in parts:
         make_torch()

@@ -593,4 +593,4 @@ def test_text_equals_that_of_stock_mlx_lm(tmp_path: Path) -> None:
             outputs = em.Engine(target, proposer, policy=em.FixedPolicy(4)).generate(
                 prompts, em.SamplingParams(max_tokens=most)
             )
-            assert [output.tokens for output in outputs] == [[int(step.token) for step in each] for each in steps]
+            assert [output.tokens for output in outputs] == [[int(step.token) for step in answer] for answer in steps]

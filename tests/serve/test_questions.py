@@ -104,13 +104,13 @@ def test_the_command_reports_by_category(tmp_path: Path, batch: str, capsys: pyt
     assert written["filler"] == 20
     assert {run["mode"] for run in written["runs"]} == {"mlx-lm", "plain", "eagle"}
     for run in written["runs"]:
-        assert [(each["name"], each["prompts"]) for each in run["by_category"]] == [
+        assert [(part["name"], part["prompts"]) for part in run["by_category"]] == [
             ("writing", 4),
             ("math", 1),
             ("qa", 2),
         ]
         assert run["identical"] in (True, None)
-        assert all(each["tokens_per_second"] > 0 and each["acceptance_length"] >= 1 for each in run["by_category"])
+        assert all(part["tokens_per_second"] > 0 and part["acceptance_length"] >= 1 for part in run["by_category"])
 
 
 @pytest.fixture

@@ -121,15 +121,15 @@ def test_lines_of_a_pipe_are_turns_of_one_conversation(
     code, out, err = talk("import os\n\nand sys?\n/stats", "--system", "Be brief.")
     expected = answers(engine, "import os", "and sys?", system="Be brief.")
     assert (code, out) == (0, "".join(output.text + "\n" for output in expected))
-    *each, total = STATUS.findall(err)
+    *turns, total = STATUS.findall(err)
     # A plain round may be dispatched before the text that would match is known, which depends on what was read before.
     tokens = [len(output.tokens) for output in expected]
-    assert [int(count) for _, _, count in each] == tokens
+    assert [int(count) for _, _, count in turns] == tokens
     assert all(
         float(tau) == pytest.approx(n / (n - int(kept)), abs=0.1)
-        for (tau, kept, _), n in zip(each, tokens, strict=True)
+        for (tau, kept, _), n in zip(turns, tokens, strict=True)
     )
-    assert total[1:] == tuple(str(sum(int(line[at]) for line in each)) for at in (1, 2))
+    assert total[1:] == tuple(str(sum(int(line[at]) for line in turns)) for at in (1, 2))
     assert "2 answers" in err
     assert re.search(r"the conversation has \d+ of 512 tokens", err)
 

@@ -67,7 +67,7 @@ SAMPLE_LENGTHS = st.one_of(
     st.lists(st.integers(1, 2000), max_size=300),
     st.lists(st.integers(3, 40), max_size=300),
     st.lists(st.integers(510, 1100), max_size=300),
-    st.builds(lambda each, count: [each] * count, st.integers(3, 1100), st.integers(1, 300)),
+    st.builds(lambda length, count: [length] * count, st.integers(3, 1100), st.integers(1, 300)),
 )
 
 

@@ -89,10 +89,12 @@ def test_invalid_yaml(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_every_setting_has_one_name_and_help() -> None:
-    known = [(name, one) for group in groups_of(TrainConfig).values() for name, one in settings_of(group).items()]
-    names = [name for name, _ in known]
+    settings = [
+        (name, setting) for group in groups_of(TrainConfig).values() for name, setting in settings_of(group).items()
+    ]
+    names = [name for name, _ in settings]
     assert len(set(names)) == len(names) == len(TrainConfig().flat())
-    assert [name for name, one in known if not one.help or one.name != name] == []
+    assert [name for name, setting in settings if not setting.help or setting.name != name] == []
 
 
 def test_a_group_made_by_itself_names_the_flag() -> None:

@@ -81,8 +81,8 @@ def test_it_equals_the_unroll_that_knows_eagle3(seed: int, steps: int, length: i
     segments = mx.array(np.sort(rng.integers(1, 4, (2, length)), axis=1), mx.int32)
     positions = mx.array(np.sort(rng.integers(0, length - steps, (2, 3)), axis=1), mx.int32)
     inputs = Inputs(TARGET.embed(tokens), g, segments, positions)
-    known = unroll(head, inputs, steps)
-    for ours, theirs in zip(unroll_feedback(head, inputs, steps), known, strict=True):
+    reference = unroll(head, inputs, steps)
+    for ours, theirs in zip(unroll_feedback(head, inputs, steps), reference, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 

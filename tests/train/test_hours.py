@@ -142,9 +142,9 @@ def test_what_the_head_drafted_is_what_the_target_says_alone(
 ) -> None:
     drafted = whole[0] / "made" / "01.jsonl"
     rows = len(drafted.read_text().splitlines())
-    known = prompt_keys(whole[0] / "made" / "00.jsonl") | prompt_keys(whole[0] / "made" / "held-out.jsonl")
+    earlier_keys = prompt_keys(whole[0] / "made" / "00.jsonl") | prompt_keys(whole[0] / "made" / "held-out.jsonl")
     alone = tmp_path / "alone.jsonl"
-    make_to_file(growing_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=MakeLimits(known))
+    make_to_file(growing_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=MakeLimits(earlier_keys))
     assert alone.read_bytes() == drafted.read_bytes()
 
 

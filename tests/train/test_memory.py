@@ -56,15 +56,17 @@ def after(target: Target, config: TrainConfig, rows: Rows, steps: int = 3) -> tu
     return [result for result in results if result is not None], weights_of(stepper.head)
 
 
-def assert_same(one: tuple[list[StepResult], dict[str, Any]], two: tuple[list[StepResult], dict[str, Any]]) -> None:
-    for a, b in zip(one[0], two[0], strict=True):
+def assert_same(
+    first: tuple[list[StepResult], dict[str, Any]], second: tuple[list[StepResult], dict[str, Any]]
+) -> None:
+    for a, b in zip(first[0], second[0], strict=True):
         assert (a.tokens, a.loss_tokens) == (b.tokens, b.loss_tokens)
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
         assert a.loss_by_step == pytest.approx(b.loss_by_step, rel=1e-4)
         assert a.accuracy_by_step == pytest.approx(b.accuracy_by_step, abs=1e-6)
-    for name, value in one[1].items():
-        np.testing.assert_allclose(value, two[1][name], atol=5e-4, err_msg=name)
+    for name, value in first[1].items():
+        np.testing.assert_allclose(value, second[1][name], atol=5e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(

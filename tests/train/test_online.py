@@ -34,9 +34,9 @@ def test_every_kind_learns_and_keeps_its_shape(kind: str, target: Target, tmp_pa
     examples = list(capture(target, head.named_layers, conversations(target)))
     trainer, rng = OnlineTrainer(head, target), np.random.default_rng(0)
     losses = [trainer.step([examples[i] for i in rng.permutation(len(examples))[:ROWS]]) for _ in range(STEPS)]
-    known = [loss for loss in losses if loss is not None]
-    assert len(known) == trainer.steps > 0
-    assert np.mean(known[-8:]) < np.mean(known[:8])
+    measured = [loss for loss in losses if loss is not None]
+    assert len(measured) == trainer.steps > 0
+    assert np.mean(measured[-8:]) < np.mean(measured[:8])
     trainer.save(tmp_path / "head", {"from": "traffic"})
     saved = load_head(tmp_path / "head", target)
     assert type(saved) is type(head)

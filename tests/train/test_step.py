@@ -79,11 +79,11 @@ def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
 
 def test_streams_change_only_rounding(target: Target) -> None:
     rows = batch(target)
-    one, weights = trained(target, CONFIG, rows, 3)
-    two, others = trained(target, CONFIG.changed(lanes=2), rows, 3)
-    np.testing.assert_allclose(one, two, rtol=1e-4)
+    losses, weights = trained(target, CONFIG, rows, 3)
+    other_losses, other_weights = trained(target, CONFIG.changed(lanes=2), rows, 3)
+    np.testing.assert_allclose(losses, other_losses, rtol=1e-4)
     for name, value in weights.items():
-        np.testing.assert_allclose(value, others[name], atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(value, other_weights[name], atol=2e-4, err_msg=name)
 
 
 def test_states_captured_for_the_batch_are_as_good_as_kept_ones(target: Target) -> None:

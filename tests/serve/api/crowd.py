@@ -93,9 +93,9 @@ class Account:
         lines.append(f"\n{dict(self.forms)}; {self.compared} compared with what is said alone")
         if len(self.memory) > 1:
             quarter = max(1, len(self.memory) // 4)
-            each = [statistics.median(self.memory[i : i + quarter]) / 1e6 for i in range(0, 4 * quarter, quarter)]
-            said = ", ".join(f"{megabytes:.0f}" for megabytes in each)
-            lines.append(f"memory by quarter, MB: {said}; second half of the first: {self.growth:+.1%}")
+            medians = [statistics.median(self.memory[i : i + quarter]) / 1e6 for i in range(0, 4 * quarter, quarter)]
+            listing = ", ".join(f"{megabytes:.0f}" for megabytes in medians)
+            lines.append(f"memory by quarter, MB: {listing}; second half of the first: {self.growth:+.1%}")
         return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ def _chat_body(question: Question) -> dict[str, Any]:
 
 def _chat_whole(answer: dict[str, Any]) -> Answer:
     message = answer["choices"][0]["message"]
-    calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or []]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     return Answer(message["content"] or "", calls, answer["choices"][0]["finish_reason"] is not None)
 
 
@@ -98,7 +98,7 @@ def _messages_body(question: Question) -> dict[str, Any]:
 
 def _messages_whole(answer: dict[str, Any]) -> Answer:
     text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
-    calls = [[each["name"], json.dumps(each["input"])] for each in answer["content"] if each["type"] == "tool_use"]
+    calls = [[block["name"], json.dumps(block["input"])] for block in answer["content"] if block["type"] == "tool_use"]
     return Answer(text, calls, answer["stop_reason"] is not None)
 
 
@@ -126,7 +126,7 @@ def _responses_body(question: Question) -> dict[str, Any]:
 def _responses_whole(answer: dict[str, Any]) -> Answer:
     messages = [item for item in answer["output"] if item["type"] == "message"]
     text = "".join(part["text"] for item in messages for part in item["content"])
-    calls = [[each["name"], each["arguments"]] for each in answer["output"] if each["type"] == "function_call"]
+    calls = [[item["name"], item["arguments"]] for item in answer["output"] if item["type"] == "function_call"]
     return Answer(text, calls, answer["status"] in ("completed", "incomplete"))
 
 

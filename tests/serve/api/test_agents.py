@@ -339,20 +339,20 @@ def test_three_apis_in_one_batch_give_the_same_answers_as_alone() -> None:
         sampling = {"seed": seed, "temperature": 0.8, **more}
         messages = [{"role": "user", "content": f"def f{seed}(x):"}]
         if api == CHAT:
-            asked = {"messages": messages, "max_tokens": 24, **sampling}
-            return str(server.http.post(CHAT, json=asked).json()["choices"][0]["message"]["content"])
+            body = {"messages": messages, "max_tokens": 24, **sampling}
+            return str(server.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"])
         if api == MESSAGES:
-            asked = {"messages": messages, "max_tokens": 24, **sampling}
-            return "".join(block["text"] for block in server.http.post(MESSAGES, json=asked).json()["content"])
-        asked = {"input": messages, "max_output_tokens": 24, **sampling}
-        output = server.http.post(RESPONSES, json=asked).json()["output"]
+            body = {"messages": messages, "max_tokens": 24, **sampling}
+            return "".join(block["text"] for block in server.http.post(MESSAGES, json=body).json()["content"])
+        body = {"input": messages, "max_output_tokens": 24, **sampling}
+        output = server.http.post(RESPONSES, json=body).json()["output"]
         return "".join(item["content"][0]["text"] for item in output)
 
     with live(lambda: Loaded(engine("eagle"), "eagle", DEPTH)) as server, ThreadPoolExecutor(6) as pool:
-        asked = [(seed, api) for seed in (1, 2) for api in (CHAT, MESSAGES, RESPONSES)]
-        alone = [texts(server, *each, {"spec_decode": "none"}) for each in asked]
+        cases = [(seed, api) for seed in (1, 2) for api in (CHAT, MESSAGES, RESPONSES)]
+        alone = [texts(server, *case, {"spec_decode": "none"}) for case in cases]
         with server.slowed(0.01):
-            together = list(pool.map(lambda each: texts(server, *each, {}), asked))
+            together = list(pool.map(lambda case: texts(server, *case, {}), cases))
         assert together == alone
         assert alone[0] == alone[1] == alone[2] != alone[3]
         assert server.service.totals.drafted > 0

@@ -300,9 +300,9 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
         choices = [c.choices[0] for c in server.openai.completions.create(**fields, stream=True)]
         text = "".join(choice.text for choice in choices)
         listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
-        tokens = [token for each in listed for token in each.tokens or []]
-        logprobs = [value for each in listed for value in each.token_logprobs or []]
-        offsets = [offset for each in listed for offset in each.text_offset or []]
+        tokens = [token for chunk in listed for token in chunk.tokens or []]
+        logprobs = [value for chunk in listed for value in chunk.token_logprobs or []]
+        offsets = [offset for chunk in listed for offset in chunk.text_offset or []]
     else:
         choice = server.openai.completions.create(**fields).choices[0]
         assert choice.logprobs is not None
@@ -313,7 +313,7 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
     assert [text[a:b] for a, b in zip(offsets, [*offsets[1:], len(text)], strict=True)] == tokens
     assert logprobs[0] is None
     assert plain.logprobs is not None
-    assert logprobs[-6:] == pytest.approx([each.logprob for each in plain.logprobs], abs=1e-3)
+    assert logprobs[-6:] == pytest.approx([token.logprob for token in plain.logprobs], abs=1e-3)
     # The prompt's log probabilities equal those that the engine gives when forced to generate these tokens.
     assert reference.target.tokenizer is not None
     ids = reference.target.tokenizer.encode(PROMPT)

@@ -48,7 +48,7 @@ def refusal(server: Live, path: str, **more: Any) -> str:
 
 def events(text: str) -> list[dict[str, Any]]:
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    return [json.loads(each) for each in data if each != "[DONE]"]
+    return [json.loads(payload) for payload in data if payload != "[DONE]"]
 
 
 def test_completion_tokens_details_count_thoughts(thinker: Live) -> None:

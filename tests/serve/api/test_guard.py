@@ -122,6 +122,6 @@ def test_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest
         }
         assert server.http.get("/v1/models?key=guessed", headers=headers).status_code == 401
         assert server.http.get("/v1/models").status_code == 200
-    [record] = [each for each in caplog.records if "401" in each.getMessage()]
+    [record] = [record for record in caplog.records if "401" in record.getMessage()]
     assert record.getMessage() == "refused with 401: the API key is missing or wrong; client 192.0.2.7"
     assert not any(secret in caplog.text for secret in ("sesame", "guessed"))

@@ -66,7 +66,7 @@ def test_codex_gets_settings_in_toml(
     monkeypatch.setenv("EAGLE_API_KEY", KEY)
     _, arguments = launched(guarded, capsys, "codex")
     assert set(arguments[::2]) == {"-c"}
-    settings = dict(each.split("=", 1) for each in arguments[1::2])
+    settings = dict(setting.split("=", 1) for setting in arguments[1::2])
     assert settings["model"] == json.dumps(NAME)
     assert settings["model_context_window"] == str(CONTEXT)
     assert settings["model_providers.eagle.base_url"] == json.dumps(f"{guarded.base}/v1")

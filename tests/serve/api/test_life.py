@@ -76,8 +76,8 @@ def test_a_client_that_leaves_a_stream_frees_its_rows(server: Live) -> None:
     with server.slowed(0.01):
         held = hold(server, 3)
         server.until(lambda: server.service.running > 0)
-        for each in held:
-            each.answer.close()
+        for stream in held:
+            stream.answer.close()
         assert not server.idle
     assert server.until(lambda: server.idle) < 1.0
     assert server.service.totals.requests["cancelled"] >= 3
@@ -176,7 +176,7 @@ def test_waiting_requests_survive_a_failing_step() -> None:
             waiting = pool.submit(server.http.post, COMPLETIONS, json={"prompt": "x", "max_tokens": 3})
             server.until(lambda: made.waiting == 1)
             broken.set()
-        assert all("a bolt is loose" in one.rest() for one in held)
+        assert all("a bolt is loose" in stream.rest() for stream in held)
         assert waiting.result().status_code == 200
         assert server.service.totals.requests["failed"] == made.max_batch
 
@@ -253,16 +253,16 @@ def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
         [*command, "--port", "0"], stderr=subprocess.PIPE, text=True, env={**os.environ, "EAGLE_API_KEY": "k"}
     ) as process:
         assert process.stderr is not None
-        said = []
+        lines = []
         for line in process.stderr:
-            said.append(line.strip())
+            lines.append(line.strip())
             if line.startswith("ready:"):
                 break
-        text = "\n".join(said)
+        text = "\n".join(lines)
         for word in ("target: ", "speculation: ngram", "blas: ", "context: 512", "memory: ", "model: model"):
             assert word in text
         long = LONG | {"max_tokens": in_full(500, 200)}
-        base, headers = said[-1].removeprefix("ready: "), {"Authorization": "Bearer k"}
+        base, headers = lines[-1].removeprefix("ready: "), {"Authorization": "Bearer k"}
         for _ in range(2):
             assert httpx.post(f"{base}/tokenize", json={"prompt": "x"}).status_code == 401
         assert httpx.get(f"{base}/health", headers={"Host": "evil.example"}).status_code == 403
@@ -278,9 +278,9 @@ def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
         logged = process.stderr.read().splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:]+[+-]\d{4} (INFO|WARNING) eagle_mlx.serve: ", line) for line in logged)
-    said = [line.split(": ", 1)[1] for line in logged]
-    assert said.pop().startswith("request ")
-    assert said == [
+    messages = [line.split(": ", 1)[1] for line in logged]
+    assert messages.pop().startswith("request ")
+    assert messages == [
         "refused with 401: the API key is missing or wrong; client 127.0.0.1",
         "refused with 401: the API key is missing or wrong; client 127.0.0.1",
         "draining: no new requests; those in progress have 30 s",

@@ -72,7 +72,7 @@ def complete(server: Live, model: str, **more: object) -> httpx.Response:
 
 
 def states(server: Live) -> dict[str, str]:
-    return {each["id"]: each["state"] for each in server.http.get("/v1/models").json()["data"]}
+    return {model["id"]: model["state"] for model in server.http.get("/v1/models").json()["data"]}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_every_api_accepts_a_model_name(several: Live) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(several: Live) -> None:
-    known = "available: 'a', 'b', 'c'"
+    listing = "available: 'a', 'b', 'c'"
     for path, body in [
         (CHAT, {"messages": SAID}),
         (COMPLETIONS, {"prompt": "x"}),
@@ -134,12 +134,12 @@ def test_an_unknown_name_is_refused_with_the_known_ones(several: Live) -> None:
         answer = several.http.post(path, json={"model": "d", **body})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
-        assert known in error["message"]
+        assert listing in error["message"]
     for path, more in ((MESSAGES, {"max_tokens": 4}), ("/v1/messages/count_tokens", {})):
         answer = several.http.post(path, json={"model": "d", "messages": SAID, **more})
         assert (answer.status_code, answer.json()["type"]) == (404, "error")
         assert answer.json()["error"]["type"] == "not_found_error"
-        assert known in answer.json()["error"]["message"]
+        assert listing in answer.json()["error"]["message"]
     assert several.http.get("/v1/models/d").json()["error"]["code"] == "model_not_found"
     answer = several.http.post(COMPLETIONS, json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

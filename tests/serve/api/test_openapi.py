@@ -131,11 +131,11 @@ def test_all_that_can_be_sent(short: Live, checked: Any, path: str, mode: Mode) 
 def test_all_that_can_be_done_with_responses(short: Live) -> None:
     """Read, continued and deleted in any order, and repeatedly."""
     schema = published(short)
-    paths, one = schema["paths"], {"parameters": {"id": "$response.body#/id"}}
+    paths, by_id = schema["paths"], {"parameters": {"id": "$response.body#/id"}}
     go_on = {"input": "Go on.", "previous_response_id": "$response.body#/id"}
     paths["/v1/responses"]["post"]["responses"]["200"]["links"] = {
-        "read": {"operationId": paths["/v1/responses/{id}"]["get"]["operationId"], **one},
-        "forget": {"operationId": paths["/v1/responses/{id}"]["delete"]["operationId"], **one},
+        "read": {"operationId": paths["/v1/responses/{id}"]["get"]["operationId"], **by_id},
+        "forget": {"operationId": paths["/v1/responses/{id}"]["delete"]["operationId"], **by_id},
         "go on": {"operationId": paths["/v1/responses"]["post"]["operationId"], "requestBody": go_on},
     }
     routes = checked_schema(short, schema).include(path_regex="^/v1/responses")

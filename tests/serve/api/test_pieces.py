@@ -106,4 +106,4 @@ def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if key not in ("id", "call_id")} for each in items]
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]

@@ -48,8 +48,8 @@ def test_clients_take_turns() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.booleans()), max_size=12), st.sampled_from([1, 3])
 )
-def test_clients_that_leave_do_not_take_turns_from_others(asked: list[tuple[str, int, bool]], at_once: int) -> None:
-    """asked: the client, the event loop's steps until it leaves, and whether it leaves."""
+def test_clients_that_leave_do_not_take_turns_from_others(clients: list[tuple[str, int, bool]], at_once: int) -> None:
+    """clients: the name, the event loop's steps until it leaves, and whether it leaves."""
 
     async def run() -> None:
         semaphore, inside, served = FairSemaphore(at_once), 0, 0
@@ -65,15 +65,15 @@ def test_clients_that_leave_do_not_take_turns_from_others(asked: list[tuple[str,
                     inside -= 1
                 served += 1
 
-        tasks = [asyncio.create_task(one(client)) for client, _, _ in asked]
+        tasks = [asyncio.create_task(one(client)) for client, _, _ in clients]
         for step in range(7):
-            for task, (_, when, leaves) in zip(tasks, asked, strict=True):
+            for task, (_, when, leaves) in zip(tasks, clients, strict=True):
                 if leaves and when == step:
                     task.cancel()
             await asyncio.sleep(0)
         await ended(tasks)
         assert [task.exception() for task in tasks if not task.cancelled()] == [None] * served
-        assert served >= sum(not leaves for _, _, leaves in asked)
+        assert served >= sum(not leaves for _, _, leaves in clients)
         async with asyncio.timeout(10), turn(semaphore, "late"):
             pass
 

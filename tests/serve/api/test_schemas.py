@@ -81,7 +81,7 @@ def test_a_grammar_limit_ends_only_its_own_request() -> None:
 
 def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
-    monkeypatch.setattr(chat, "encode_chat", lambda *asked: over.wait(60))
+    monkeypatch.setattr(chat, "encode_chat", lambda *arguments: over.wait(60))
     made = Server(
         create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )
@@ -93,11 +93,11 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
     try:
         server.until(lambda: server.service.loaded is not None)
         with ThreadPoolExecutor(40) as pool:
-            asked = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(40)]
+            answers = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(40)]
             server.until(lambda: server.service.waiting == 40)
             server.terminate()
             server.until(lambda: not thread.is_alive(), seconds=30)
-            assert all(answer.exception() is not None or answer.result().status_code >= 400 for answer in asked)
+            assert all(answer.exception() is not None or answer.result().status_code >= 400 for answer in answers)
     finally:
         over.set()
         server.http.close()

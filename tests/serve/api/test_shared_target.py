@@ -123,13 +123,13 @@ def test_requests_end_with_an_error_if_the_other_rank_is_killed(tmp_path: Path) 
         server.until_ready()
         answers: list[httpx.Response] = []
         asking = [Thread(target=lambda: answers.append(server.complete(400))) for _ in range(3)]
-        for each in asking:
-            each.start()
+        for thread in asking:
+            thread.start()
         while 'eagle:rows{model_name="target"} 3.0' not in server.http.get("/metrics").text:
             sleep(0.01)
         server.processes[1].kill()
-        for each in asking:
-            each.join()
+        for thread in asking:
+            thread.join()
         assert [answer.status_code for answer in answers] == [500] * 3
         assert all("rank 1" in answer.json()["error"]["message"] for answer in answers)
         assert server.processes[0].wait(60) == 2

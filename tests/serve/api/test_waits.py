@@ -91,7 +91,7 @@ class Stream:
         lines = [*self.rest, *self._lines]
         self._context.__exit__(None, None, None)
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-        return [json.loads(each) for each in data if each != "[DONE]"]
+        return [json.loads(payload) for payload in data if payload != "[DONE]"]
 
     def end(self) -> str:
         lines = list(self._lines)
@@ -240,5 +240,5 @@ def test_clients_are_distinguished_by_address() -> None:
         other = pool.submit(ask, "10.0.0.2")
         server.until(lambda: gate.submitted == 5)
         gate.let(1000)
-        assert {each.result(30).status_code for each in (*first, other)} == {200}
+        assert {answer.result(30).status_code for answer in (*first, other)} == {200}
         assert gate.ended.index("10.0.0.2") <= 2  # in turn, not after all requests of the other

@@ -315,8 +315,8 @@ FAMILIES = {
 OWN = {"harmony", "llama", "gemma", "deepseek", "dsml"}
 CALLING = [
     pytest.param(name, writer, id=f"{name}: {writer.__name__}")
-    for name, each in FAMILIES.items()
-    for writer in each.writers
+    for name, family in FAMILIES.items()
+    for writer in family.writers
 ]
 
 

@@ -208,7 +208,9 @@ def test_a_captured_answer_is_parsed_in_any_division(capture: Capture) -> None:
         assert read(capture.format, divided(said(capture), [cut]), names) == expected
 
 
-@pytest.mark.parametrize("capture", [each for each in CAPTURES if each.calls], ids=lambda capture: capture.source)
+@pytest.mark.parametrize(
+    "capture", [capture for capture in CAPTURES if capture.calls], ids=lambda capture: capture.source
+)
 def test_a_call_of_an_unknown_function_is_text(capture: Capture) -> None:
     content, reasoning, calls = read(capture.format, [said(capture)], {"clock"})
     assert calls == []

@@ -55,12 +55,12 @@ def test_calls_in_other_json_formats_are_forced(special: bool) -> None:
     assert not may("gpt-oss", HARMONY.format(right[0]).replace("get_weather", "got"))
     assert not may("gpt-oss", HARMONY.format(wrong))
     assert not may("gpt-oss", "<|channel|>final<|message|>no")
-    llama = [f'{{"name": "get_weather", "parameters": {each}}}' for each in [*right, wrong]]
+    llama = [f'{{"name": "get_weather", "parameters": {arguments}}}' for arguments in [*right, wrong]]
     assert may("llama3", llama[0])
     assert may("llama3", "; ".join(llama[:2]))
     assert not may("llama3", "; ".join(llama[:2]), parallel=False)
     assert not may("llama3", llama[2])
-    deepseek = [DEEPSEEK[1].format(each) for each in [*right, wrong]]
+    deepseek = [DEEPSEEK[1].format(arguments) for arguments in [*right, wrong]]
     assert may("deepseek", "hm</think>\n\n" + DEEPSEEK[0].format("\n".join(deepseek[:2])), inside=True)
     assert may("deepseek", DEEPSEEK[0].format(deepseek[0]), parallel=False)
     assert not may("deepseek", DEEPSEEK[0].format("\n".join(deepseek[:2])), parallel=False)

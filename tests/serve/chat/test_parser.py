@@ -96,7 +96,7 @@ def test_ids_are_unique_and_fit_the_template() -> None:
     reader = AnswerParser(format_of("qwen"), TOOLS)
     ids = [delta.tool_call.id for delta in reader.push(ROME + NOW) if delta.tool_call]
     assert len(set(ids)) == 2
-    assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in ids)
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call_id) for call_id in ids)
     mistral = AnswerParser(format_of("mistral"), TOOLS)
     mistral.push("[TOOL_CALLS]clock[ARGS]{}")
     assert [
@@ -392,19 +392,19 @@ def test_a_function_without_tags_around_it_is_a_call_at_the_beginning_of_a_line(
 
 
 def test_each_function_in_the_same_tags_is_a_call() -> None:
-    one = SAMPLES["qwen3_coder"].removesuffix("\n</tool_call>")
-    text = f"{one}\n<function=clock>\n</function>\n</tool_call>"
+    first_call = SAMPLES["qwen3_coder"].removesuffix("\n</tool_call>")
+    text = f"{first_call}\n<function=clock>\n</function>\n</tool_call>"
     expected = [rome(), ("call", (1, "clock", {}))]
     format = format_with_parser("qwen3_coder")
     assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == expected
 
 
 def test_functions_without_tags_of_their_own_are_calls_too() -> None:
-    one = SAMPLES["glm47"].removesuffix("</tool_call>")
+    first_call = SAMPLES["glm47"].removesuffix("</tool_call>")
     key = "\n<arg_key>zone</arg_key>\n<arg_value>CET</arg_value>\n"
     format = format_with_parser("glm47")
     for more, arguments in ((f"\nclock{key}", {"zone": "CET"}), ("\nclock\n", {})):
-        text = f"{one}{more}</tool_call>"
+        text = f"{first_call}{more}</tool_call>"
         expected = [rome(), ("call", (1, "clock", arguments))]
         assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == expected
 
@@ -487,14 +487,14 @@ def test_templates_with_their_own_states() -> None:
 
 
 def test_tags_of_mlx_lms_formats_come_from_the_tokenizer() -> None:
-    known = TokenizerWrapper(
+    tokenizer = TokenizerWrapper(
         plain_tokenizer(),
         response_format={
             "initial_state": "header",
             "transitions": {"header": [("to=user|", "normal"), ("call|", "tool")]},
         },
     )
-    target = em.Target(target_of("qwen").model, known)
+    target = em.Target(target_of("qwen").model, tokenizer)
     marks = ChatFormat.of(target).thoughts
     assert (marks.initial, marks.edges["header"]) == ("header", [("to=user|", "content")])
 

@@ -90,13 +90,14 @@ def test_forced_calls_are_calls_of_the_tools(name: str, special: bool) -> None:
     def may(offer: ToolOffer, text: str, inside: bool = False) -> bool:
         return allows(grammars.grammar({"type": "text"}, offer, inside), text, name, special)
 
-    any_of, one = ToolOffer.of([WEATHER, CLOCK], "required"), ToolOffer.of([WEATHER, CLOCK], "required", parallel=False)
+    any_of = ToolOffer.of([WEATHER, CLOCK], "required")
+    single = ToolOffer.of([WEATHER, CLOCK], "required", parallel=False)
     clock = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert may(any_of, CALL)
     assert may(any_of, clock)
     assert may(any_of, f"{CALL}\n{clock}\n{CALL}")
-    assert not may(one, f"{CALL}\n{clock}")
-    assert may(one, clock)
+    assert not may(single, f"{CALL}\n{clock}")
+    assert may(single, clock)
     named = ToolOffer.of([WEATHER, CLOCK], {"type": "function", "function": {"name": "clock"}})
     assert may(named, clock)
     assert not may(named, CALL)

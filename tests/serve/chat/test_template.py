@@ -187,7 +187,7 @@ def test_tools_and_calls_are_text_if_the_template_ignores_or_refuses_them(name: 
     format = format_of(name)
     chat = format.chat(CALLING, [WEATHER, CLOCK])
     assert [message["role"] for message in chat.messages] == [*roles, "assistant", "user"]
-    told, answer, result = "\n\n".join(each["content"] for each in chat.messages[:-2]), *chat.messages[-2:]
+    told, answer, result = "\n\n".join(message["content"] for message in chat.messages[:-2]), *chat.messages[-2:]
     assert '"name": "clock"' in told
     assert told.index("write only this") < told.index("Be brief.") < told.index("hello")
     assert result["content"] == "Result of get_weather:\nsunny\n\nThanks."
