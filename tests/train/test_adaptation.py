@@ -61,7 +61,7 @@ SIZES = (
     "--eval-tokens",
     in_full("16", "8"),
 )
-LEARNS = in_full(("--lr", "1e-2", "--max-steps", "50"), ("--lr", "2e-2", "--max-steps", "30"))
+LEARNS = ("--lr", "2e-2", "--max-steps", in_full("50", "30"))
 STAYS = ("--lr", "1e-12", "--max-steps", "1")
 
 

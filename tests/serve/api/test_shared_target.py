@@ -113,7 +113,7 @@ def test_layers_on_two_machines_answer_as_one_process_and_refuse_a_head(tmp_path
     save_eagle3(tiny_head(whole), tmp_path / "head", target_name="tiny")
     with shared(target, tmp_path, "pipeline", f"--head {tmp_path / 'head'}") as server:
         [(_, errors), _] = ended(server.processes)
-        assert "where no head can read them; draft with n-grams or a draft model, or use --shard tensor" in errors
+        assert "so a head cannot read them; draft with n-grams or a draft model, or use --shard tensor" in errors
         assert server.processes[0].returncode == 2
 
 

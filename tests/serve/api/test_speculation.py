@@ -115,7 +115,8 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         assert summary() == {"spec_decode_drafters": drafters, "current_k": depth, "spec_policy": policy}
         assert changed.json()["spec_decode_mode"] == next(iter(drafters), "none")
         assert drafted(results) <= set(drafters)
-        assert max(max(result.drafted) for result in results) <= depth
+        longest = max(max(result.drafted) for result in results)
+        assert longest <= (2 * depth if policy == "throughput" else depth)  # it lets n-grams draft twice as many
         assert "".join(texts_of(rest)) == text
     results = rounds(hybrid)
     assert change(hybrid, spec_decode="none", spec_policy="fixed").json()["spec_decode_enabled"] is False
