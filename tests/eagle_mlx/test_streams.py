@@ -3,15 +3,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from eagle_mlx import blas
 from eagle_mlx.blas import one_blas_thread
-from eagle_mlx.cpu import default_streams, make_streams
+from eagle_mlx.cpu import default_streams, keep_round_memory, make_streams
 
 
 def test_threads_have_their_own_streams() -> None:
@@ -43,3 +45,16 @@ def test_a_tuned_process_computes_the_same() -> None:
     program = "import eagle_mlx.cpu as cpu, mlx.core as mx; cpu.tune_process(); print(mx.arange(9).sum().item())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "36"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
+def test_a_round_gets_the_memory_of_the_last_one() -> None:
+    """Else each round of 48 MB waits until the kernel has zeroed 12,000 pages."""
+
+    def fresh_pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        list(map(np.ones, [12 << 17] * 4))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_round_memory()
+    assert min(fresh_pages() for _ in range(4)) < 1000
