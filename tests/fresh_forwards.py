@@ -14,6 +14,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution, gumbel, sample
 from eagle_mlx.hooks import Hook
@@ -55,6 +56,11 @@ class Judge:
     def has_windows(self) -> bool:
         caches = make_prompt_cache(self.model)
         return any(isinstance(part, RotatingKVCache) for cache in caches for part in getattr(cache, "caches", [cache]))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether routers choose experts: if two are equally likely, rounding decides."""
+        return any(isinstance(module, SwitchLinear) for module in self.model.modules())
 
     def logits(self, text: Sequence[int]) -> mx.array:
         """Return the logits [1, L, V] after each token."""

@@ -107,8 +107,8 @@ def dspark(target: Target, seed: int = 0, **fields: Any) -> DSparkHead:
 
 def block_config(target: Target, **fields: Any) -> BlockConfig:
     """Return the config of a block drafter with two layers and blocks of five slots."""
-    size = target.hidden_size
-    plain = {"num_hidden_layers": 2, "block_size": 5, "mask_token_id": 3, "aux_layers": (0, 2), **SHAPE}
+    size, reads = target.hidden_size, (0, min(2, target.num_layers - 1))
+    plain = {"num_hidden_layers": 2, "block_size": 5, "mask_token_id": 3, "aux_layers": reads, **SHAPE}
     vocab = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
     return BlockConfig(**{**plain, **vocab, "hidden_size": size, **fields})
 
