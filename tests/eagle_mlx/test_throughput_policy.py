@@ -83,7 +83,7 @@ def test_a_machine_on_which_drafts_cannot_pay_begins_plain(
     ("busy", "world"),
     diagonal(
         [(0.3, 1.0), (0.03, 5.0), (0.1, 2.0), (0.3, 5.0)],
-        [{"can": EARLY_EXITS}, {"can": CHAINS}, {"rounds": 3000, "known": False}],
+        [{"can": EARLY_EXITS}, {"can": CHAINS}, {"rounds": 3000, "measured": False}],
     ),
 )
 def test_a_machine_with_other_work_does_not_make_a_useless_head_look_good(
