@@ -112,7 +112,7 @@ def make_streams(count: int) -> list[mx.Stream]:
     return [mx.default_stream(device)] if count == 1 else [mx.new_stream(device) for _ in range(count)]
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # glibc, malloc.h
 _ROUND_KEPT = 2**28
 """Freed bytes that a decoding process keeps. Six arrays [8, 4, 151,936] float32 of a sampled round are 117 MB."""
 _keeps = 0
@@ -133,7 +133,7 @@ def _keep_freed(count: int, *options: tuple[int, int]) -> None:
 def keep_round_memory() -> None:
     """Keep the memory of a round's temporary arrays for the next round on a CPU under Linux, as MLX does on a GPU.
 
-    Buffers above 32 MB, the most that glibc allows here, go back at once. Sampled rounds take 0.94 of the time.
+    Buffers above 32 MB, the most that glibc allows here, go back at once. Eight sampled rows take 0.94 of the time.
     """
     _keep_freed(_ROUND_KEPT, (_MMAP_THRESHOLD, 2**25))
 

@@ -348,7 +348,7 @@ class History:
         if self.sick in [*row.prompt, *tokens[:-1]] and tokens:
             self._fault(f"{label} went on after a token that reads as NaN")
         if any(token in row.request.stop_ids for token in tokens[:-1]):
-            self._fault(f"{label} went on behind a stop token")
+            self._fault(f"{label} went on after a stop token")
         if not all(0 <= token < VOCAB for token in tokens):
             self._fault(f"{label} said {tokens}, outside the vocabulary")
         elif tokens:
