@@ -27,13 +27,13 @@ import mlx.core as mx
 from step_costs import StepCosts, measure_costs
 
 from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.cpu import compute_dtype
 from eagle_mlx.files import write_whole
 from eagle_mlx.heads.eagle3 import Eagle3Head, random_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import describe
 from eagle_mlx.memory import gb
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.target import compute_dtype
 
 _DRAFTED = 32_000
 """Draft vocabulary size, as in the published EAGLE-3 heads for Qwen3; half of a small vocabulary."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from eagle_mlx import adapters, hooks, hub
-from eagle_mlx.cpu import SharedAngles, use_shortcuts
+from eagle_mlx.cpu import SharedAngles, compute_dtype, use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
+from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
 from eagle_mlx.vision.reading import ImageInput
@@ -321,11 +320,6 @@ def _floating(dtype: object) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, name))
 
 
-def compute_dtype() -> mx.Dtype | None:
-    """Return the dtype to compute in if the files' own would be slow, else None."""
-    return mx.float32 if sys.platform == "linux" and use_shortcuts() else None
-
-
 def _find(root: Any, paths: Sequence[str]) -> Any | None:
     nodes = (reduce(lambda node, name: getattr(node, name, None), path.split("."), root) for path in paths)
     return next((node for node in nodes if node is not None), None)
@@ -357,11 +351,6 @@ def _template_of(tokenizer: TokenizerWrapper | None) -> str:
 def nbytes_of(module: nn.Module) -> int:
     """Return the total bytes of a module's parameters."""
     return sum(array.nbytes for array in arrays_of(module.parameters()).values())
-
-
-def arrays_of(tree: Any) -> dict[str, mx.array]:
-    """Return the arrays of a tree, such as a module's parameters, by their full names."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
 def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:

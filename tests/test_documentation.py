@@ -22,7 +22,7 @@ import eagle_mlx as em
 
 import mlx.core as mx  # isort: skip
 from eagle_mlx.catalog.models import described_target, published_model, published_models
-from eagle_mlx.target import arrays_of
+from eagle_mlx.formats.tensors import arrays_of
 from tests.fakes import tiny_target
 from tests.full import FULL
 

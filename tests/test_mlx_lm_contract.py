@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_mlx.adapters import ChatTokenizer
 from eagle_mlx.cache.kinds import MASKED, ONE_ROW, OWN_POSITIONS, REFUSED
+from eagle_mlx.formats.mtp_layers import FILES
 from eagle_mlx.heads.mtp.head import LAYERS
-from eagle_mlx.heads.mtp.published import FILES
 from eagle_mlx.text import template_args
 
 TARGET = Path(__file__).parent.parent / "checkpoints" / "target"

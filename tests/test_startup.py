@@ -27,7 +27,10 @@ COMMANDS = {
     "eagle-train": ("", "report"),
 }
 """Subcommands by command."""
-WITHOUT_MODEL = {"eagle-data": ["presets"], "eagle-heads": ["show checkpoints/head", "find Qwen3-8B-4bit", "list"]}
+WITHOUT_MODEL = {
+    "eagle-data": ["presets"],
+    "eagle-heads": ["show checkpoints/head", "find Qwen3-8B-4bit", "find checkpoints/target", "list"],
+}
 """Subcommands that load no model: they may import MLX, but neither mlx-lm nor transformers."""
 PROGRAM = """
 import sys

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from eagle_mlx import ranks
-from eagle_mlx.target import arrays_of
+from eagle_mlx.formats.tensors import arrays_of
 
 T = TypeVar("T")
 

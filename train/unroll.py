@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from eagle_mlx.target import arrays_of
+from eagle_mlx.formats.tensors import arrays_of
 
 Step = Callable[..., list[mx.array]]
 NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")

@@ -20,15 +20,11 @@ from eagle_mlx.catalog.base_model import BASE_MODEL, names_of, same_model
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.late import late
+from eagle_mlx.formats.mtp_layers import has_mtp_layer, published_with_mtp
 
 if TYPE_CHECKING:
     from eagle_mlx.heads import DraftHead
     from eagle_mlx.target import Target
-
-# Networks wait until a head is loaded, because they import mlx-lm and transformers.
-has_mtp_layer = late("eagle_mlx.heads.mtp.published:has_mtp_layer")
-published_with_mtp = late("eagle_mlx.heads.mtp.published:published_with_mtp")
 
 Origin = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05

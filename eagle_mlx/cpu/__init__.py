@@ -33,6 +33,11 @@ def use_shortcuts() -> bool:
     return _wanted and mx.default_device() == mx.Device(mx.cpu)
 
 
+def compute_dtype() -> mx.Dtype | None:
+    """Return the dtype to compute in if the files' own would be slow, else None."""
+    return mx.float32 if sys.platform == "linux" and use_shortcuts() else None
+
+
 @contextlib.contextmanager
 def without_shortcuts() -> Iterator[None]:
     """Use the GPU's versions within the block, in all threads."""

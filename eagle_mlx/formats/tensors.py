@@ -11,14 +11,15 @@ from typing import Any, TypedDict, Unpack, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
+from eagle_mlx.cpu import compute_dtype
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import weight_files, why_damaged
-from eagle_mlx.target import arrays_of, compute_dtype
 
 Tensors = dict[str, mx.array]  # by their names
 EXACT = ("e_score_correction_bias",)
@@ -109,6 +110,11 @@ def with_embedding(head: Any) -> tuple[Tensors, dict[str, bool]]:
     if "embed_tokens.weight" in weights or head.config.quantization is not None:
         return weights, {}  # other loaders cannot read MLX's quantization
     return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
+
+
+def arrays_of(tree: Any) -> Tensors:
+    """Return the arrays of a tree, such as a module's parameters, by their full names."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
 def weights_of(module: nn.Module) -> Tensors:

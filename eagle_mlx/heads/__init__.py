@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_mlx import hub
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, loading
+from eagle_mlx.formats.mtp_layers import is_source
 from eagle_mlx.formats.tensors import HeadFolder, check_floating
 from eagle_mlx.heads import block, eagle, eagle3, mtp
 from eagle_mlx.heads.base import DRAFT_WINDOW, DraftHead, Format, HeadBase, HeadKind
@@ -74,7 +75,7 @@ def layout_of(files: HeadFolder) -> tuple[HeadKind, Format]:
             f"holds a block drafter of class {config.get('architectures')}; only DFlash, DFlash2 and DSpark can be "
             "loaded"
         )
-    elif mtp.published.is_source(tensors):
+    elif is_source(tensors):
         reason = (
             "holds a whole model or its MTP layers as they were published; take the head out of it first: "
             f"eagle-convert mtp --source {folder}"

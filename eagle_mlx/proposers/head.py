@@ -16,6 +16,7 @@ from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
@@ -26,7 +27,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
-from eagle_mlx.target import Target, arrays_of, nbytes_of
+from eagle_mlx.target import Target, nbytes_of
 
 SINK = 4
 """Entries at the start of a text that a head keeps if it was not trained with a window. Source: Xiao et al. 2023."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from eagle_mlx import __version__
 from eagle_mlx.catalog.models import described_target, published_model
+from eagle_mlx.cpu import compute_dtype
 from eagle_mlx.engine.cost_curve import Curve, curve_of, measured_times
 from eagle_mlx.engine.groups import size_of
 from eagle_mlx.errors import ConfigError
@@ -23,7 +24,7 @@ from eagle_mlx.machine import Machine, describe, wired_limit_mb
 from eagle_mlx.memory import free_memory, gb, limit_mlx
 from eagle_mlx.progress import counted, progress_bar, tokens_per_second
 from eagle_mlx.proposers.draft_model import check_same_tokenizer
-from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
+from eagle_mlx.target import Target, load_target, nbytes_of
 
 from ..learning.versions import summary
 from . import measure

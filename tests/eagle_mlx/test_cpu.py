@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx import cpu
-from eagle_mlx.cpu import default_streams, fastmath, use_shortcuts, without_shortcuts
-from eagle_mlx.target import compute_dtype
+from eagle_mlx.cpu import compute_dtype, default_streams, fastmath, use_shortcuts, without_shortcuts
 
 on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
 REPORT = "from eagle_mlx.cpu import use_shortcuts; print(use_shortcuts())"

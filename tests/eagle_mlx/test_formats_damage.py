@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from eagle_mlx import heads
 from eagle_mlx.errors import CheckpointError, EagleError, TargetError
+from eagle_mlx.formats.mtp_layers import has_mtp_layer
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model, save_mtp
-from eagle_mlx.heads.mtp.published import has_mtp_layer
 from eagle_mlx.target import load_target
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.eagle_mlx.heads import BLOCKS, KINDS, PARALLEL, eagle, eagle3, mtp

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -198,8 +197,8 @@ def test_the_prefix_cache_fills_again_after_it_failed(monkeypatch: pytest.Monkey
 
 def test_files_are_written_again_after_the_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each outage is reported once."""
-    heard, now, seconds = list[str](), time.monotonic, 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now() + seconds)
+    heard, seconds = list[str](), 0.0
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.monotonic", lambda: seconds)
     engine = disk_tier.engine(tmp_path, say=disk_tier.said_of(["No space left on device"], heard))
     texts = [[number, *disk_tier.TEXT[1:140]] for number in range(8)]
 

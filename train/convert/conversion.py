@@ -14,12 +14,12 @@ from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
+from eagle_mlx.formats.mtp_layers import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
 from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
-from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.target import load_target
 

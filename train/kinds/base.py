@@ -21,10 +21,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.tensors import in_file_type, weights_of
+from eagle_mlx.formats.tensors import arrays_of, in_file_type, weights_of
 from eagle_mlx.heads import KINDS, HeadBase, kind_of
 from eagle_mlx.hidden_states import features_of, last_of
-from eagle_mlx.target import Target, arrays_of
+from eagle_mlx.target import Target
 
 from ..config import TrainSettings, pass_type
 from ..kind_settings import KIND_SETTINGS

@@ -13,16 +13,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.cpu import default_streams, use_shortcuts
+from eagle_mlx.cpu import compute_dtype, default_streams, use_shortcuts
 from eagle_mlx.data_pipelines import FIRST_ROWS, MakeConfig, steerable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import free_disk
+from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
+from eagle_mlx.target import Target, nbytes_of
 
 from ..config import TrainConfig, TrainSettings, flag
 from ..data import Rows, capture_rows

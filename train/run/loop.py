@@ -16,12 +16,12 @@ from tqdm import tqdm
 from eagle_mlx.command import Stopped
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import write_whole
+from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.hub import public_name
 from eagle_mlx.machine import describe
 from eagle_mlx.paired import FEWEST
 from eagle_mlx.progress import counted
-from eagle_mlx.target import arrays_of
 
 from ..adaptation import Adaptation, copy_head
 from ..config import file_type, pass_type

@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import largest
-from eagle_mlx.target import Target, arrays_of
+from eagle_mlx.formats.tensors import arrays_of
+from eagle_mlx.target import Target
 
 from ..kinds import Head
 from ..unroll import holding

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from eagle_mlx.blas import one_blas_thread
 from eagle_mlx.cpu import default_streams, make_streams, use_shortcuts
 from eagle_mlx.errors import EagleError
-from eagle_mlx.formats.tensors import EXACT
+from eagle_mlx.formats.tensors import EXACT, arrays_of
 from eagle_mlx.hidden_states import from_16_bits, last_of
 from eagle_mlx.memory import FreedBuffers
-from eagle_mlx.target import Target, arrays_of
+from eagle_mlx.target import Target
 
 from ..config import TrainSettings, pass_type
 from ..data import Rows, capture_rows

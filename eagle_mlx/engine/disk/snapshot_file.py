@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache.ragged import KVPiece, RaggedCache
 from eagle_mlx.engine.prefix_tree import Keys, PrefixPiece
+from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.proposers.base import HeadPiece, Proposer
-from eagle_mlx.target import Target, arrays_of
+from eagle_mlx.target import Target
 
 BLOCK = 128
 """Positions per file, counted from the start of a text: 19 MB for a 4B model, which disks read at full speed. Without

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 import mlx.core as mx
@@ -229,14 +229,14 @@ class DiskTier:
 
     def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]]) -> None:
         """Change the files, unless that failed shortly before."""
-        if time.monotonic() < self._paused_until:
+        if monotonic() < self._paused_until:
             return
         new = [(entry.path, partial(_encoded, entry, content)) for entry, content in missing]
         try:
             self.bytes_written += self._store.keep([entry.path for entry in used], new)
             self._reported = False
         except OSError as e:
-            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            self._paused_until = monotonic() + _PAUSE_SECONDS
             self._report(e)
 
     def _report(self, e: OSError) -> None:

@@ -1,8 +1,4 @@
-"""Build heads from MTP layers of published models, of conversions that kept them, and of speculators.
-
-mlx-lm and its conversions drop these layers. Some other conversions keep Qwen's, quantized, among the model's tensors
-(`language_model.mtp.*`) or in a file next to them, `mtp.safetensors`.
-"""
+"""Build heads from MTP layers of published models, of conversions that kept them, and of speculators."""
 
 from __future__ import annotations
 
@@ -14,20 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.fields import NOTED, Quantization, check, read_config, read_quantization, reading
-from eagle_mlx.formats.tensors import INDEX, Tensors, check_floating, read_index, read_safetensors, read_tensors
+from eagle_mlx.formats.mtp_layers import SHARED, file_of, layer_of, mtp_prefix, no_layer, read_layer_tensors
+from eagle_mlx.formats.tensors import Tensors
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
-
-SIDECAR = "mtp.safetensors"  # a file of MTP layers that some conversions write next to the model's own files
-SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-"""The model's own tensors, to detect copies of them in an MTP layer."""
-FILES = {
-    **{name: name for name in ("deepseek_v3", "glm4_moe", "mimo", "qwen3", "qwen3_next")},
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_5"),
-}
-"""Maps a config's model_type to mlx-lm's module."""
 
 _DEEPSEEK = {
     **{name: name for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
@@ -50,29 +38,6 @@ _PREFIXES = ("", "mtp.", "language_model.mtp.")
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # layers that mlx-lm quantizes in 8 bits whatever the others have
 
 
-def is_source(tensors: Tensors) -> bool:
-    """Return whether these tensors are from a model published with MTP layers."""
-    pattern = r"^mtp\.|(^|\.)mtp_layers\.\d|(^|\.)layers\.\d+\.eh_proj\."
-    return any(re.search(pattern, _published_name(name)) for name in tensors)
-
-
-def has_mtp_layer(folder: Path) -> bool:
-    """Return whether a folder has a published MTP layer of a known architecture, judging by config and tensor names."""
-    try:
-        config = read_config(folder)
-        prefix = mtp_prefix(config)
-        names = read_index(folder / INDEX) if (folder / INDEX).exists() else read_tensors(folder)
-        return any(_published_name(name).startswith(prefix) for name in [*names, *_sidecar(folder)])
-    except (EagleError, KeyError, TypeError, ValueError):
-        return False
-
-
-def published_with_mtp(config: Mapping[str, Any]) -> bool:
-    """Return whether a config mentions MTP layers, though a conversion may have dropped them."""
-    layer = {**config, **(config.get("text_config") or {})}
-    return layer.get("model_type") in FILES and bool(_count(layer))
-
-
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
     """Build the head from an original model's folder, of which only the files with MTP layer `index` are needed.
 
@@ -82,7 +47,7 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
     config = read_config(folder)
     with reading(folder / "config.json"):
         prefix = mtp_prefix(config, index)
-        tensors = _read_tensors(folder, prefix)
+        tensors = read_layer_tensors(folder, prefix)
         if not any(name.startswith(prefix) for name in tensors):
             raise no_layer(folder, prefix)
         made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
@@ -96,7 +61,7 @@ def mtp_of_tensors(
 
     Raises ConfigError if the architecture is unknown, CheckpointError if there is no MTP layer.
     """
-    file, layer = _layer_of(config)
+    file, layer = layer_of(config)
     of_deepseek = file in ("deepseek_v3", "glm4_moe")
     own, quantization = common_quantization(config, _under(tensors, mtp_prefix(config, index)))
     if of_deepseek:
@@ -118,28 +83,13 @@ def mtp_of_tensors(
     return made, inner, of_norms + of_ends
 
 
-def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
-    """Return the prefix of the tensors of MTP layer `index`. Raises ConfigError if the model has no such layer."""
-    file, layer = _layer_of(config)
-    count = _count(layer)
-    if index < 0 or (isinstance(count, int) and index >= count):
-        raise ConfigError(f"there is no MTP layer {index}: by its config, the model has {count}, counted from 0")
-    if file in ("deepseek_v3", "glm4_moe"):
-        return f"model.layers.{int(layer['num_hidden_layers']) + index}."
-    return f"model.mtp_layers.{index}." if file == "mimo" else "mtp."
-
-
-def _count(layer: Mapping[str, Any]) -> Any:
-    return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
-
-
 def mtp_of_speculators(config: Mapping[str, Any], tensors: Tensors) -> tuple[MTPConfig, Tensors]:
     """Do the same for a speculators checkpoint, which uses the target's hidden states before the final norm.
 
     `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError and CheckpointError likewise.
     """
     layer = dict(config.get("transformer_layer_config") or {})
-    file = _file_of(layer.get("model_type"))
+    file = file_of(layer.get("model_type"))
     prefix, copies = "mtp_layers.0.", ("verifier_lm_head.weight",)
     inner = _stacked(_renamed(_under(tensors, prefix), MIMO))
     inner |= {name: x for name, x in tensors.items() if not name.startswith((prefix, *copies))}
@@ -158,21 +108,9 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Tensors) -> tuple[MTP
 
 def split_layer(layer: Mapping[str, Any], tensors: Tensors) -> tuple[str, Tensors]:
     """Return mlx-lm's module and a head's weights for Qwen's MTP layer; names with `mtp.` have zero-centered norms."""
-    file = _file_of(layer.get("model_type") or "qwen3_5")
+    file = file_of(layer.get("model_type") or "qwen3_5")
     inner = _stacked(_of_qwen({name.removeprefix("mtp."): value for name, value in tensors.items()}, 0))
     return file, _plain_norms(file, inner)[0] if any(name.startswith("mtp.") for name in tensors) else inner
-
-
-def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return mlx-lm's module for a model, and the part of its config about layers."""
-    layer = dict(config.get("text_config") or config)
-    return _file_of(layer.get("model_type") or config.get("model_type")), layer
-
-
-def _file_of(model_type: Any) -> str:
-    is_known, types = isinstance(model_type, str) and model_type in FILES, ", ".join(sorted(FILES))
-    check(is_known, f"MTP layers of model_type {model_type} are not supported, only those of {types}")
-    return FILES[model_type]
 
 
 def _under(tensors: Tensors, prefix: str) -> Tensors:
@@ -294,55 +232,6 @@ def _plain_norms(file: str, inner: Tensors) -> tuple[Tensors, list[str]]:
             kind = "zero-centered, one was added"
         notes.append(f"{what} norms have a mean of {mean:.2f}: {kind}")
     return inner, notes
-
-
-def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> list[str]:
-    """Return the files with this prefix's tensors. Raises CheckpointError if there are none, or a name is a path."""
-    shards = sorted({shard for name, shard in weight_map.items() if _published_name(name).startswith(prefix)})
-    if not shards:
-        raise no_layer(where, prefix)
-    if strange := [shard for shard in shards if Path(shard).name != shard or shard.startswith(".")]:
-        raise CheckpointError(f"the index of {where} names {strange[0]}, which is not a file name; download it again")
-    return shards
-
-
-def _read_tensors(folder: Path, prefix: str) -> Tensors:
-    """Read the tensors with a prefix, and shared tensors if available.
-
-    Other files of the model may be missing. Raises CheckpointError if a file is missing or damaged.
-    """
-    if not (folder / INDEX).exists():
-        tensors = read_tensors(folder)
-    else:
-        weight_map, tensors = read_index(folder / INDEX), _sidecar(folder)
-        needed = [] if tensors else shards_of(folder, weight_map, prefix)
-        for shard in sorted({*needed, *(weight_map[name] for name in SHARED if name in weight_map)}):
-            if (folder / shard).exists():
-                tensors |= read_safetensors(folder / shard)
-            elif shard in needed:
-                raise CheckpointError(
-                    f"{folder} lacks {shard}, which by its index has {prefix}*; get it from the original repository"
-                )
-    named = {_published_name(name): value for name, value in tensors.items()}
-    own = {name: value for name, value in named.items() if name.startswith(prefix)}
-    check_floating(folder, own)
-    return own | {name: value for name, value in named.items() if name in SHARED}
-
-
-def _published_name(name: str) -> str:
-    return name.removeprefix("language_model.")
-
-
-def _sidecar(folder: Path) -> Tensors:
-    file = folder / SIDECAR
-    return read_safetensors(file) if file.exists() else {}
-
-
-def no_layer(where: str | Path, prefix: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} has no tensors named {prefix}*, so no MTP layer: conversions often leave it out, and some models "
-        "have none; use the original model's files"
-    )
 
 
 def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
