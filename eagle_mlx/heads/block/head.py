@@ -138,11 +138,6 @@ class BlockHead(HeadBase[BlockConfig]):
         bias, state = self.markov_head.step(previous, h, state)
         return logits + bias, state
 
-    def confidence(self, h: mx.array, previous: mx.array | None) -> mx.array:
-        """h [..., H], previous tokens [...] int32 (read with a Markov head) -> confidence logits [...] float32."""
-        read = previous if self.config.confidence_with_markov else None
-        return self.confidence_head(h, None if read is None else self.markov_head.embedding(read))
-
 
 class DFlashHead(BlockHead):
     """DFlash: all slots are independent given the block."""
