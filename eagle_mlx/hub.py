@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import cast
@@ -101,14 +101,17 @@ def _revision(repo: str) -> str | None:
 def announce(repo: str, licenses: Collection[str] = ()) -> None:
     """Print license, size and commit of a repository that will be fetched, on stderr; nothing if it is in the cache.
 
-    They are what the hub says, else what the table of published heads says, else `UNKNOWN`. Raises EagleError if the
-    license is not one of `licenses`; without any, every license will do.
+    They are what the hub says, else what the table of published heads says, else `UNKNOWN`; a license in the table
+    counts only for the commit in the table. Raises EagleError if the license is not one of `licenses`, or if the
+    hub does not tell the license of a head that has no commit in the table; without `licenses`, every license will do.
     """
     if cached(repo) is not None:
         return
     recorded = recorded_heads().get(repo.lower(), {})
-    license_id, size, commit = (recorded.get(field, UNKNOWN) for field in ("license", "size", "revision"))
-    with suppress(EagleError), _asking(repo, repo, repo):
+    size, commit = (recorded.get(field, UNKNOWN) for field in ("size", "revision"))
+    is_pinned = commit != UNKNOWN
+    license_id = recorded.get("license", UNKNOWN) if is_pinned else UNKNOWN
+    with suppress(EagleError) if is_pinned or not licenses else nullcontext(), _asking(repo, repo, repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))

@@ -169,6 +169,27 @@ def test_a_head_whose_license_has_changed_on_the_hub_is_not_fetched_unasked(
     assert isinstance(chosen(target, TARGET, head=HEAD)[1], em.HeadProposer)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_recorded_license_counts_only_for_a_recorded_commit(
+    models: Path, target: Target, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    recorded = {"license": "mit", "size": "unknown", "revision": "unknown"}
+    monkeypatch.setattr(hub, "recorded_heads", lambda: {HEAD.lower(): recorded})
+    online.put(HEAD, files_of(models / "head"))
+    if not answers:
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    _, proposer, lines = chosen(target, TARGET)
+    assert isinstance(proposer, em.NgramProposer)
+    reason = "its license is unknown, so it is fetched only if you name it" if answers else "the hub does not answer"
+    assert reason in lines[0]
+    recorded["revision"] = online.repos[HEAD].sha
+    assert isinstance(chosen(target, TARGET)[1], em.HeadProposer)
+
+
+def unreachable(*_: object, **__: object) -> None:
+    raise OSError("the hub does not answer")
+
+
 @pytest.mark.parametrize("place", ["hub id", "folder", "in the cache"])
 def test_a_head_without_a_known_license_is_used_only_by_name(
     models: Path,
