@@ -19,7 +19,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds import resolve
+from eagle_mlx.train.kinds import kind_of, resolve
 from eagle_mlx.train.kinds.block import unroll_blocks
 from eagle_mlx.train.kinds.least_squares import Moments, best_map, bytes_of, error, factors
 from eagle_mlx.train.run import new_head
@@ -211,3 +211,19 @@ def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) ->
             states = drafted / head.norm.weight
             cosines.append(mx.mean(states * g[:, 1:-1] / mx.sqrt(mx.mean(mx.square(states)) * mx.mean(mx.square(g)))))
     assert mx.mean(mx.stack(cosines)) > 0.7, "with 16 dimensions, older positions get some weight too"
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_part_of_the_embedding_is_scaled_as_the_residual_is(target: Target, normed: bool) -> None:
+    """A norm before the residual gives the states' part a mean square of 1, whatever the map gives."""
+    head = started(target, [], norm_before_residual=normed)
+    read, rng = head.fc.weight.shape[1], np.random.default_rng(1)
+    x = rng.normal(size=(200, read + 32)).astype(np.float32)
+    moments = Moments(np.zeros((read + 32, read + 32), np.float32), np.zeros((read + 32, 32), np.float32))
+    moments.add(mx.array(x), mx.zeros((200, 32)))
+    guess = rng.normal(size=(read + 32, 32)).astype(np.float32)
+    attended = []
+    for scale in (1.0, 4.0):
+        kind_of(head).begin_as(head, np.concatenate([scale * guess[:read], guess[read:]]), moments)
+        attended.append(np.array(head.midlayer.self_attn(mx.ones((1, 1, 64)), None, None)))
+    np.testing.assert_allclose(attended[0], attended[1] * (4 if normed else 1), rtol=1e-4, atol=1e-5)
