@@ -276,6 +276,16 @@ def test_a_new_head_has_the_blocks_and_layers_that_the_settings_ask_for(name: st
     assert head.config.num_hidden_layers == layers
 
 
+def test_a_new_dspark_head_has_the_parts_of_published_ones() -> None:
+    """Other loaders expect its Markov head, a quarter as wide as the tiny target, and its confidence head."""
+    model, kind = target(), KINDS["dspark"]
+    config = resolve(TrainConfig().changed(head="dspark"), model.hidden_size)
+    head = kind.new(model, config, None, kind.aux_layers(model, config))
+    made = (head.config.first_slot_drafts, head.config.markov_head, head.config.markov_rank)
+    assert made == (True, "vanilla", model.hidden_size // 4)
+    assert {"markov_head", "confidence_head"} <= dict(head.children()).keys()
+
+
 def test_a_block_head_reads_layers_from_the_second_to_the_third_from_the_end() -> None:
     """The layers of z-lab's DFlash heads for 36 layers, and what is left of them in smaller models."""
     assert [spread_layers(count) for count in (36, 5, 3)] == [(1, 9, 17, 25, 33), (1, 2), (1,)]
