@@ -75,6 +75,12 @@ def test_layers_after_the_first_are_copies_of_the_targets_last_layers(name: str,
     assert mx.allclose(x, wanted, rtol=1e-3, atol=1e-3 * float(mx.max(mx.abs(wanted))))
 
 
+def test_one_layer_reads_the_layers_of_published_heads_and_more_continue_from_theirs() -> None:
+    """EAGLE-3 heads for 36 layers read 2, 18 and 33, counted from 1."""
+    assert aux_layers_for(36, 1) == (1, 17, 32)
+    assert aux_layers_for(36, 2) == (1, 17, 34)
+
+
 @pytest.mark.parametrize("name", in_full(["qwen3", "llama, neighbours turned"], ["qwen3"]))
 def test_the_copies_improve_the_linear_start(name: str) -> None:
     target = TARGETS[name]()
