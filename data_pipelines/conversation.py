@@ -13,9 +13,11 @@ from eagle_mlx.errors import DataError
 
 HELDOUT_ONE_IN = 25
 """One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
-SMALL = 100
-"""Sources with fewer prompts hold out one in ten, and larger ones as many as one of this size: one in 25 of 50 prompts
-would leave one or two to measure."""
+SMALL = 500
+"""Sources with fewer prompts hold out one in ten, and larger ones at least as many as one of this size. Fifteen of 260
+prompts were too few to tell that an adapted head gained 18 % (benchmarks/results/adapting.yaml)."""
+COUNTED = SMALL * HELDOUT_ONE_IN // 10
+"""In sources with more prompts, chance holds out as many."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Conversation:
 
 
 def held_out_prompts(keys: Collection[int]) -> frozenset[int]:
-    """Return the prompts to hold out, by their hashes: one in 25, but at least one in ten of a source's first 100, and
+    """Return the prompts to hold out, by their hashes: one in 25, but at least one in ten of a source's first 500, and
     at least two, but at most half."""
     distinct = sorted(set(keys), key=lambda key: (key % HELDOUT_ONE_IN, key))
     least = min(max(2, -(-min(len(distinct), SMALL) // 10)), len(distinct) // 2)

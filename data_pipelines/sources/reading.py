@@ -17,7 +17,7 @@ from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
 from eagle_mlx.setting import Group, setting
 
-from ..conversation import Conversation, held_out_prompts
+from ..conversation import COUNTED, Conversation, held_out_prompts
 from ..rendering import all_tokens, check_answer
 from . import Source, parse
 from .rows import choose, parse_row, place_of
@@ -32,8 +32,6 @@ T = TypeVar("T")
 Split = Literal["train", "heldout", "all"]
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
-MOST_COUNTED = 500
-"""Conversations of a source that are counted, to hold out enough of them. Of more, chance holds out at least two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +259,10 @@ class _Reading:
         else:
             rows = map(partial(_parsed, source), json_rows(source))
             self.begun[source.spec] = chain(first, rows)
-        while len(keys) <= MOST_COUNTED and (row := next(rows, None)):
+        while len(keys) <= COUNTED and (row := next(rows, None)):
             first.append(row)
             keys += [] if isinstance(row, DataError) else [row.prompt_key()]
-        return keys if len(keys) <= MOST_COUNTED else []
+        return keys if len(keys) <= COUNTED else []
 
 
 def _parsed(source: Source, row: RawRow) -> Conversation | DataError:
