@@ -207,8 +207,12 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
             kept = f"{folder / BEST} is {name} as it was, and {folder / LAST} the adapted one"
         link = "from" if adapted["verdict"] == "not told apart" else "than"
         print(f"{learned}, the adapted head is {adapted['verdict']} {link} {name}: {adapted['summary']}; {kept}")
+        data = report["data"]
         if adapted["taken"]:
             _register(config, folder / BEST, target, report)
+        elif data["learned_conversations"] < data["conversations"]:
+            of_all = f"{data['learned_conversations']:,} of {counted(data['conversations'], 'conversation')}"
+            print(f"only {of_all} were learned; allow more --hours or --max-steps", file=sys.stderr)
         return
     before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
     print(

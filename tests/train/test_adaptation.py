@@ -127,7 +127,7 @@ def test_a_better_head_is_taken(target: Path, data: Path, tmp_path: Path, capsys
     adapted, own = report["adapted"], report["adapted"]["own"]
     assert (adapted["verdict"], adapted["taken"], adapted["from"], report["kind"]) == ("better", True, "head", kind)
     assert own["low"] > 0
-    assert own["conversations"] + own["left_out"] == 10
+    assert own["conversations"] + own["left_out"] == 12
     assert own["acceptance_lengths"] == pytest.approx([1.0, report["acceptance_length"]], abs=0.1)
     assert adapted["others"]["conversations"] > 6
     assert last.partition(" s, ")[2].startswith(f"the adapted head is better than {head}: τ 1.0")
@@ -143,8 +143,10 @@ def test_a_better_head_is_taken(target: Path, data: Path, tmp_path: Path, capsys
 def test_a_head_that_is_not_better_stays(target: Path, data: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
     head, out = written(target, kind, tmp_path / "head", dtype=mx.float16), tmp_path / "out"
     assert adapt(target, head, data, out, *STAYS) == 0
-    adapted, last = report_of(out)["adapted"], capsys.readouterr().out.splitlines()[-1]
+    printed = capsys.readouterr()
+    adapted, last = report_of(out)["adapted"], printed.out.splitlines()[-1]
     assert (adapted["verdict"], adapted["taken"], adapted["own"]["gain"]) == ("not told apart", False, 0.0)
+    assert re.search(r"^only \d+ of \d+ conversations were learned; allow more --hours", printed.err, re.MULTILINE)
     assert last.partition(" s, ")[2].startswith(f"the adapted head is not told apart from {head}: τ 1.")
     assert f"{out}/best is {head} as it was, and {out}/last the adapted one" in last
     assert "would probably have been told" in last or "prompts more would tell a difference of 1.0%" in last
@@ -334,7 +336,7 @@ def test_a_dry_run_shows_the_head_and_the_prompts(target: Path, data: Path, tmp_
     shown = " ".join(capsys.readouterr().out.split())
     assert "head MTP, " in shown
     assert f"adapts {head}, if the judge finds the result better" in shown
-    assert "110 prompts with answers of 500, assumed, and as many of older conversations" in shown
+    assert "108 prompts with answers of 500, assumed, and as many of older conversations" in shown
     assert re.search(r"learning rate [\d.]+, loss soft ", shown)
     assert (
         "limit 2:00:00 at most: the target answers the prompts until 0:40:00, the target writes conversations" in shown
