@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.engine.prefix_tree import PrefixTree, Space
@@ -88,6 +88,7 @@ steps = st.one_of(
 
 @settings(max_examples=in_full(2000, 80))
 @given(st.lists(steps, max_size=40), st.sampled_from([60, 150, 400, 100_000]))
+@example([("insert", (0, 1) * 4, 0.0, 0), ("insert", (0, 1, 1, 1, 1), 0.0, 0)], 100)  # it shares a part of a long text
 def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, ...], float, int]], limit: int) -> None:
     tree, naive = PrefixTree(), Naive()
     for step, keys, share, number in history:
