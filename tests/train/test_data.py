@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, capturing
+from eagle_mlx.data_pipelines import Conversation, capturing, held_out_prompts
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.hidden_states import Bits, Example
@@ -92,8 +92,9 @@ def test_conversations_in_the_training_data_are_no_prompts(tmp_path: Path) -> No
         assert not heldout_prompts(TARGET, settings).facts(data.samples.keys)["prompts_held_out"]
         assert not prompts.facts({0})["prompts_held_out"], "shards that do not know what they hold"
     learned = tmp_path / "learned.jsonl"
-    lines = Path(source).read_text(encoding="utf-8").splitlines(keepends=True)
-    learned.write_text("".join(line for line in lines if not conversation(line).is_held_out), encoding="utf-8")
+    keys = {line: conversation(line).prompt_key() for line in Path(source).read_text().splitlines(keepends=True)}
+    held = held_out_prompts(keys.values())
+    learned.write_text("".join(line for line, key in keys.items() if key not in held), encoding="utf-8")
     with pytest.raises(DataError, match=rf"learned.jsonl: .*all {prompts.left_out} are trained on.*--eval-data"):
         heldout_prompts(TARGET, config(source, eval_data=str(learned)), data.samples.keys)
 
@@ -111,8 +112,8 @@ def test_skip_bad_skips_unusable_rows(tmp_path: Path) -> None:
 
 
 def test_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Path, capsys: Any) -> None:
-    source = Path(chats(tmp_path, "some", 120))
-    thought = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]
+    source = Path(chats(tmp_path, "some", 115))  # as many are held out with one question more
+    thought = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]
     before = training_data(TARGET, config(str(source))).report
     source.write_text(source.read_text() + f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
     after = training_data(TARGET, config(str(source)), progress=True).report

@@ -23,6 +23,7 @@ ROOT = Path(data_pipelines.__file__).parents[1]
 TARGET = tiny_target(vocab=4096, tokenizer=True)
 COMPUTES = (
     "heads/",
+    "formats/",
     "blas/",
     "cpu/",
     "kinds/",
