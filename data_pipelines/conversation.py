@@ -15,7 +15,7 @@ HELDOUT_ONE_IN = 25
 """One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
 SMALL = 500
 """Sources with fewer prompts hold out one in ten, and larger ones at least as many as one of this size. Fifteen of 260
-prompts were too few to tell that an adapted head gained 18 % (benchmarks/results/adapting.yaml)."""
+prompts could not tell that an adapted head gained 44 % (benchmarks/results/adapting.yaml)."""
 COUNTED = SMALL * HELDOUT_ONE_IN // 10
 """In sources with more prompts, chance holds out as many."""
 
