@@ -64,12 +64,13 @@ def _count(layer: Mapping[str, Any]) -> Any:
 
 
 def layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return mlx-lm's module for a model, and the part of its config about layers. Raises ConfigError if unknown."""
+    """Return mlx-lm's module for a model, and the part of its config about layers. Raises as `file_of`."""
     layer = dict(config.get("text_config") or config)
     return file_of(layer.get("model_type") or config.get("model_type")), layer
 
 
 def file_of(model_type: Any) -> str:
+    """Return mlx-lm's module for models of a type. Raises ConfigError if their MTP layers are not supported."""
     is_known, types = isinstance(model_type, str) and model_type in FILES, ", ".join(sorted(FILES))
     check(is_known, f"MTP layers of model_type {model_type} are not supported, only those of {types}")
     return FILES[model_type]
