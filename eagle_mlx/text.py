@@ -126,12 +126,15 @@ def template_args(tokenizer: TokenizerWrapper | None) -> Mapping[str, Any]:
 LEAST_DISTINCT = 0.6  # a continuation with a smaller share of distinct 4-grams counts as looping
 
 
-def distinct_ratio(tokens: Sequence[int], n: int = 4) -> float:
-    """Return the share of distinct n-grams in a continuation; 1.0 if it is too short to have any."""
+def distinct_ratio(tokens: Sequence[int], n: int = 4, coming: int = 0) -> float:
+    """Return the share of distinct n-grams in a continuation, or the largest share after `coming` more tokens.
+
+    It is 1.0 if the continuation is too short to have any.
+    """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+    return (len(set(grams)) + coming) / (len(grams) + coming) if grams else 1.0
 
 
-def is_loop(tokens: Sequence[int], least: float = LEAST_DISTINCT) -> bool:
-    """Return whether a continuation is too repetitive to be measured."""
-    return distinct_ratio(tokens) < least
+def is_loop(tokens: Sequence[int], least: float = LEAST_DISTINCT, coming: int = 0) -> bool:
+    """Return whether a continuation is too repetitive to be measured, whatever the `coming` tokens are."""
+    return distinct_ratio(tokens, coming=coming) < least

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,13 @@ def regenerate_to_file(
     overwrite: bool = False,
     progress: bool = False,
     total: int | None = None,
+    enough: Callable[[int, int], bool] = lambda begun, rows: False,
 ) -> tuple[int, RegenerateReport]:
     """Regenerate conversations into a jsonl file, as `make_to_file` does; return the number of rows and the counts.
 
-    `settings`: what else the rows depend on. `total`: number of conversations, if unknown. Raises DataError if the data
-    has changed, OutputError as `make_to_file`.
+    `settings`: what else the rows depend on. `total`: number of conversations, if unknown. `enough`: called with the
+    numbers of conversations begun and of rows; once true, no conversation begins, but those that run finish. Raises
+    DataError if the data has changed, OutputError as `make_to_file`.
     """
     compared = {
         **text_settings(engine.target),
@@ -91,12 +93,14 @@ def regenerate_to_file(
         total = len(conversations)
     report, tasks, seen = RegenerateReport(), regenerations(engine, conversations, config), 0
     with open_partial(output, compared, overwrite) as part:
+        begun, rows = len(part.done), sum(1 for done in part.done.values() if done.row)
 
         def following(running: int) -> Regeneration | None:
-            nonlocal seen
+            nonlocal seen, begun
             for task in tasks:
                 seen += 1
-                if not part.check(task.position, task.key, task.origin):
+                if not part.check(task.position, task.key, task.origin) and not enough(begun, rows):
+                    begun += 1
                     return task
             return None
 
@@ -106,6 +110,7 @@ def regenerate_to_file(
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)
+                rows += bool(row)
                 shown.update()
         for done in part.done.values():
             report = report.plus(done.counts)
@@ -151,6 +156,13 @@ class Regeneration(Task):
         else:
             self._messages.append(Message("assistant", output.text))
             self.report = self.report.plus({"answers": 1, "tokens": len(output.tokens), "cut": int(cut)})
+
+    def give_up(self, tokens: Sequence[int]) -> bool:
+        """Give up an answer that will count as a loop even if no 4-gram repeats from here to `max_tokens`."""
+        config = self._config
+        loops = is_loop(tokens, config.least_distinct, coming=config.params.max_tokens - len(tokens))
+        self.report = self.report.plus({"looping": int(loops)})
+        return loops
 
     def result(self) -> Conversation | None:
         """Return the conversation up to the last answer; None if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ import pytest
 from eagle_mlx.data_pipelines import Conversation, Message
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis.loop import run_tasks, seed_of
-from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerations
+from eagle_mlx.data_pipelines.synthesis.regeneration import (
+    RegenerateConfig,
+    RegenerateReport,
+    regenerate_to_file,
+    regenerations,
+)
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
@@ -98,6 +105,37 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
     [made], report = counted(Engine(target), conversations, params, least_distinct=threshold)
     assert made.messages[0].content == fine[1]
     assert (report.answers, report.looping, report.dropped) == (1, 1, 1)
+
+
+def test_an_answer_that_is_certain_to_loop_is_given_up(target: Target) -> None:
+    """Greedy text of a tiny random model soon repeats itself."""
+    params, rounds = SamplingParams(max_tokens=500, ignore_eos=True), list[RoundResult]()
+    engine = Engine(target)
+    engine.observer = rounds.append
+    made, report = counted(engine, [chat((U, "a"), (A, "b"), (U, "c"))], params, least_distinct=0.6)
+    assert (made, report.looping, report.dropped) == ([], 1, 1)
+    assert 200 <= len(rounds) < 400
+    assert engine.idle
+
+
+def test_no_conversation_begins_once_there_are_enough(target: Target, tmp_path: Path) -> None:
+    """The file counts as complete, also if it was begun when more were wanted."""
+    file, config = tmp_path / "x.jsonl", RegenerateConfig(SamplingParams(max_tokens=2))
+    engine = Engine(target, max_batch=2)
+    rows, report = regenerate_to_file(engine, questions(20), config, file, enough=lambda _, rows: rows >= 6)
+    assert 6 <= rows == report.answers < 15
+
+    begun = tmp_path / "y.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate_to_file(engine, questions(20), config, begun, enough=lambda _, rows: interrupted(rows >= 10))
+    rows, _ = regenerate_to_file(engine, questions(20), config, begun, enough=lambda *_: True)
+    assert rows >= 10
+
+
+def interrupted(now: bool) -> bool:
+    if now:
+        raise KeyboardInterrupt
+    return False
 
 
 def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target: Target, ending: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -45,8 +45,9 @@ from ..distributed import World
 Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
-_ANSWERS = 20 * FEWEST
-"""Prompts that are answered even without time. One in ten is held out, and up to half of the answers may loop."""
+_ANSWERS, _PROMPTS = 10 * FEWEST, 20 * FEWEST
+"""Without time, prompts are answered until there are this many answers, one in ten of which is held out for the judge.
+At most this many are tried: up to half of the answers may loop."""
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
@@ -146,20 +147,22 @@ def answer_prompts(
 ) -> None:
     """Have the target answer `config.data.prompts`, greedily as the judge does, with drafts of `head`.
 
-    `over`: called before each prompt after those that the judge needs; once true, the rest stays unanswered. Raises as
-    `make_data`, and DataError if all answers loop.
+    `over`: called before each prompt once there are enough answers to learn from and to judge by; if true, the rest
+    stays unanswered.
+    Raises as `make_data`, and DataError if all answers loop.
     """
     file, reading = self_file(config), prompt_config(config)
     prompts = list(read_conversations(reading, "all", target.tokenizer))
     settings = {**asdict(reading), "prompts": [f"{prompt.whole_key():x}" for prompt in prompts]}
 
+    def enough(begun: int, answers: int) -> bool:
+        return (answers >= _ANSWERS or begun >= _PROMPTS) and over()
+
     def make() -> str:
         params = SamplingParams(temperature=0.0, max_tokens=MakeConfig.max_tokens)
         answers = RegenerateConfig(params, least_distinct=LEAST_DISTINCT)
         engine = growing_engine(target, head)
-        first = max(engine.max_batch, _ANSWERS if config.prompts_are_heldout else 0)
-        rest = chain(prompts[:first], takewhile(lambda _: not over(), prompts[first:]))
-        count, report = regenerate_to_file(engine, rest, answers, file, settings, progress=True, total=len(prompts))
+        count, report = regenerate_to_file(engine, prompts, answers, file, settings, progress=True, enough=enough)
         if not report.answers:
             raise DataError(f"{', '.join(reading.sources)}: all of the target's answers loop; give other prompts")
         left = len(prompts) - count - report.dropped
