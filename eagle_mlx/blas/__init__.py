@@ -18,7 +18,16 @@ from eagle_mlx.blas import choice as blas_choice
 from eagle_mlx.blas import trial as blas_trial
 
 ENVIRONMENT = "EAGLE_MLX_BLAS"
-INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"
+_OPENBLAS = (
+    "no OpenBLAS found",
+    "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)",
+)
+_MISSING = {
+    "": _OPENBLAS,
+    "openblas": _OPENBLAS,
+    "blis": ("no BLIS found", "apt-get install libblis4-openmp (Debian, Ubuntu)"),
+}
+"""What is missing and the remedy, by the value of EAGLE_MLX_BLAS."""
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
 _CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"}
@@ -81,8 +90,9 @@ def activate() -> Blas:
                 if choice:
                     blas_trial.set_threads(library, choice.threads)
                 return Blas(kind, provider, kernels, choice)
-    missing = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
-    _warn(f"{missing}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
+    other = f"{ENVIRONMENT}={wish} cannot be loaded", f"set {ENVIRONMENT} to openblas, blis or the path of a library"
+    missing, remedy = _MISSING.get(wish, other)
+    _warn(f"{missing}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {remedy}")
     return Blas("reference")
 
 

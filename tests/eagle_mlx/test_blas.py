@@ -147,8 +147,8 @@ def test_missing_library_warns_once_and_works(tmp_path: Path) -> None:
     out, warnings = run(tmp_path, code, setting="/nowhere/libnothing.so")
     assert out == "reference"
     assert warnings.count("RuntimeWarning") == 1
-    assert "/nowhere/libnothing.so cannot be loaded" in warnings
-    assert "apt-get install libopenblas0-pthread" in warnings
+    assert "EAGLE_MLX_BLAS=/nowhere/libnothing.so cannot be loaded" in warnings
+    assert "set EAGLE_MLX_BLAS to openblas, blis or the path of a library" in warnings
 
 
 def without(*libraries: str) -> str:
@@ -172,11 +172,16 @@ def test_blis_is_used_if_there_is_no_openblas(tmp_path: Path) -> None:
 
 
 @linux
-def test_no_openblas_at_all_warns_once_and_works(tmp_path: Path) -> None:
-    out, warnings = run(tmp_path, without("openblas", "blis") + REPORT)
+@pytest.mark.parametrize(
+    ("wish", "missing", "package"),
+    [("", "OpenBLAS", "libopenblas0-pthread"), ("blis", "BLIS", "libblis4-openmp")],
+)
+def test_no_fast_blas_warns_once_and_works(tmp_path: Path, wish: str, missing: str, package: str) -> None:
+    out, warnings = run(tmp_path, without("openblas", "blis") + REPORT, setting=wish)
     assert out == "reference"
     assert warnings.count("RuntimeWarning") == 1
-    assert "no OpenBLAS found" in warnings
+    assert f"no {missing} found" in warnings
+    assert f"apt-get install {package}" in warnings
 
 
 @linux
