@@ -335,12 +335,16 @@ def test_what_cannot_be_adapted_is_refused_with_a_remedy(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_shows_the_head_and_the_prompts(target: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
-    head = written(target, "mtp", tmp_path / "head")
+@pytest.mark.parametrize(("kind", "drafts"), [("mtp", "4,096"), ("eagle3", "512")])
+def test_a_dry_run_shows_the_head_and_the_prompts(
+    target: Path, data: Path, tmp_path: Path, capsys: Any, kind: str, drafts: str
+) -> None:
+    head = written(target, kind, tmp_path / "head")
     line = ["--target", str(target), "--adapt", str(head), "--prompts", str(data), "--hours", "2", *SIZES]
     assert main([*line, "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "head MTP, " in shown
+    assert f"head {KINDS[kind].title}, " in shown
+    assert f"drafts {drafts} of 4,096 tokens" in shown
     assert f"adapts {head}, if the judge finds the result better" in shown
     assert "108 prompts with answers of 500, assumed, and as many of older conversations" in shown
     assert re.search(r"learning rate [\d.]+, loss soft ", shown)

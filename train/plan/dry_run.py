@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
 from ..data import choose_states, prompt_config, self_file
+from ..run import existing_head
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe
@@ -68,8 +70,12 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     bound, here = _bound(config, recipe)
     try:
         bound.check()
-        planned = batches_for(bound.config, config, tokens[0]).config
-        measured = probe(config.loading.load(config.head.target), planned) if here else None
+        planned, measured = batches_for(bound.config, config, tokens[0]).config, None
+        if here:
+            target = config.loading.load(config.head.target)
+            head = existing_head(target, planned)
+            measured = probe(target, planned, head)
+            bound = replace(bound, head=head or bound.head)
     except EagleError as e:
         return f"{as_text(bound, tokens)}\nhere        {e}"
     room = f"{gb(free_memory())} of memory and {gb(free_disk(config.run.output))} of disk free"
