@@ -33,23 +33,30 @@ def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
 def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
     """Return whether, on a CPU, key s is at position s, so that query i sees no key after `past + i`.
 
-    That holds in this library's caches unless a ring has wrapped, when there are fewer keys than positions.
+    That holds in this library's caches unless a ring has wrapped, when there are fewer keys than positions; and without
+    a cache, for mlx-lm's mask "causal".
     """
-    if not (mx.default_device() == mx.cpu and use_shortcuts() and isinstance(mask, mx.array)):
+    if not (mx.default_device() == mx.cpu and use_shortcuts()):
         return False
+    if isinstance(mask, str):
+        return cache is None and mask == "causal" and keys.shape[2] == length
     lengths = getattr(cache, "lengths", None)
-    is_whole = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
+    is_whole = (
+        mask is not None and mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
+    )
     if not is_whole or lengths is None or lengths.branches is not None or lengths.blocks:
         return False
     return bool(lengths.upper + length == keys.shape[2])
 
 
-def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
+def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str) -> mx.array:
     """Compute a prompt's causal attention on a CPU, one tile of queries at a time.
 
-    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool.
+    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool, or "causal".
     """
     rows, heads, length, width = queries.shape
+    if isinstance(mask, str):
+        mask = mx.tril(mx.ones((length, length), mx.bool_))
     sharing, past, parts = heads // keys.shape[1], keys.shape[2] - length, []
     for start in range(0, length, _TILE):
         end = min(start + _TILE, length)

@@ -31,16 +31,36 @@ def test_a_prompt_in_tiles_attends_as_in_one_call(
     queries = mx.random.normal((len(past), heads[0], length, 16))
     keys, values = mx.random.normal((2, len(past), heads[1], seen, 16))
     options = {"cache": cache[0], "scale": 0.3, "mask": cache.lengths.mask(length, window)}
-
-    def never(*args: object, **more: object) -> mx.array:
-        raise AssertionError("not in one call")
-
     output = tiled(never)(queries, keys, values, **options)  # type: ignore[arg-type]
     assert mx.allclose(output, scaled_dot_product_attention(queries, keys, values, **options), atol=1e-5).item()
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (9, 3)])
+def test_conversations_without_a_cache_attend_in_tiles_too(heads: tuple[int, int]) -> None:
+    queries = mx.random.normal((2, heads[0], 200, 16), key=mx.random.key(0))
+    keys, values = mx.random.normal((2, 2, heads[1], 200, 16), key=mx.random.key(1))
+    options = {"cache": None, "scale": 0.3, "mask": "causal"}
+    output = tiled(never)(queries, keys, values, **options)  # type: ignore[arg-type]
+    assert mx.allclose(output, scaled_dot_product_attention(queries, keys, values, **options), atol=1e-5).item()
+
+
+def never(*args: object, **more: object) -> mx.array:
+    raise AssertionError("not in one call")
+
+
 @pytest.mark.parametrize(
-    "changed", ["few queries", "sinks", "a ring", "additive mask", "no cache of ours", "quantized", "an image"]
+    "changed",
+    [
+        "few queries",
+        "sinks",
+        "a ring",
+        "additive mask",
+        "no cache of ours",
+        "quantized",
+        "an image",
+        "no mask",
+        "earlier keys",
+    ],
 )
 def test_other_attention_is_mlx_lms(changed: str) -> None:
     cache: object = RaggedCache(1, 1)[0]
@@ -53,6 +73,10 @@ def test_other_attention_is_mlx_lms(changed: str) -> None:
         mask = mx.zeros(mask.shape)
     elif changed == "no cache of ours":
         cache = None
+    elif changed == "no mask":
+        mask = None
+    elif changed == "earlier keys":
+        cache, mask, keys = None, "causal", 70
     elif changed == "quantized":
         cache = type("Quantized", (), {"bits": 4, "lengths": RaggedCache(1, 1).lengths})()
     elif changed == "an image":  # its tokens see later ones, too
