@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .options import FIRST_ROWS, MakeConfig
     from .rendering import Sample, prompt_tokens, render_all
     from .sources import public_source
-    from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
+    from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, check_conversations, read_conversations
     from .sources.rows import place_of
     from .synthesis import steerable
     from .synthesis.file import Enough, MakeLimits, Wanted, make_to_file, once, prompt_keys

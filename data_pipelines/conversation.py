@@ -6,7 +6,7 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.errors import DataError
@@ -60,6 +60,16 @@ class Conversation:
             return {"text": self.text}
         tools = {"tools": [dict(tool) for tool in self.tools]} if self.tools else {}
         return {"messages": [m.as_dict() for m in self.messages], **tools}
+
+    def opening(self) -> Conversation:
+        """Return what precedes the first answer. A greeting is no answer, and calls of tools belong to the question."""
+        is_asked = False
+        for position, message in enumerate(self.messages):
+            if message.role != "assistant":
+                is_asked |= message.role not in ("system", "developer")
+            elif is_asked and "tool_calls" not in message.extra:
+                return replace(self, messages=self.messages[:position])
+        return self
 
     def prompt_key(self) -> int:
         """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's."""

@@ -34,7 +34,15 @@ from eagle_mlx.target import Target
 
 from .config import EvaluationConfig, TrainConfig, TrainSettings, file_type
 from .convert.conversion import OURS, depth_of, exact_dtype, verifier_of
-from .data import answer_prompts, data_config, heldout_prompts, make_data, of_replay, replay_file
+from .data import (
+    answer_prompts,
+    data_config,
+    heldout_prompts,
+    learned_side,
+    make_data,
+    of_replay,
+    replay_file,
+)
 from .distributed import World
 from .kind_settings import KIND_SETTINGS
 from .kinds import Head
@@ -91,7 +99,7 @@ def prepare(target: Target, config: TrainSettings, world: World, over: Callable[
         quantize_for(head, target)
         answer_prompts(target, config, head, world, lambda: over(_ANSWERING))
     if not config.data.replay:
-        count = sum(1 for _ in read_conversations(data_config(config), "train", target.tokenizer))
+        count = sum(1 for _ in read_conversations(data_config(config), learned_side(config), target.tokenizer))
         wanted = Wanted(rows=max(_FEWEST_OTHERS, count))
         make_data(target, config, world, replay_file(config), wanted, making_limits(over))
 

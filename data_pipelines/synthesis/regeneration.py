@@ -74,13 +74,13 @@ def regenerate_to_file(
     overwrite: bool = False,
     progress: bool = False,
     total: int | None = None,
-    enough: Callable[[int, int], bool] = lambda begun, rows: False,
+    enough: Callable[[int], bool] = lambda begun: False,
 ) -> tuple[int, RegenerateReport]:
     """Regenerate conversations into a jsonl file, as `make_to_file` does; return the number of rows and the counts.
 
     `settings`: what else the rows depend on. `total`: number of conversations, if unknown. `enough`: called with the
-    numbers of conversations begun and of rows; once true, no conversation begins, but those that run finish. Raises
-    DataError if the data has changed, OutputError as `make_to_file`.
+    number of conversations begun; once true, no other begins, but those that run finish. Raises DataError if the data
+    has changed, OutputError as `make_to_file`.
     """
     compared = {
         **text_settings(engine.target),
@@ -93,13 +93,13 @@ def regenerate_to_file(
         total = len(conversations)
     report, tasks, seen = RegenerateReport(), regenerations(engine, conversations, config), 0
     with open_partial(output, compared, overwrite) as part:
-        begun, rows = len(part.done), sum(1 for done in part.done.values() if done.row)
+        begun = len(part.done)
 
         def following(running: int) -> Regeneration | None:
             nonlocal seen, begun
             for task in tasks:
                 seen += 1
-                if not part.check(task.position, task.key, task.origin) and not enough(begun, rows):
+                if not part.check(task.position, task.key, task.origin) and not enough(begun):
                     begun += 1
                     return task
             return None
@@ -110,7 +110,6 @@ def regenerate_to_file(
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)
-                rows += bool(row)
                 shown.update()
         for done in part.done.values():
             report = report.plus(done.counts)

@@ -122,14 +122,14 @@ def test_no_conversation_begins_once_there_are_enough(target: Target, tmp_path: 
     """The file counts as complete, also if it was begun when more were wanted."""
     file, config = tmp_path / "x.jsonl", RegenerateConfig(SamplingParams(max_tokens=2))
     engine = Engine(target, max_batch=2)
-    rows, report = regenerate_to_file(engine, questions(20), config, file, enough=lambda _, rows: rows >= 6)
-    assert 6 <= rows == report.answers < 15
+    rows, report = regenerate_to_file(engine, questions(20), config, file, enough=lambda begun: begun >= 6)
+    assert rows == report.answers == 6
 
     begun = tmp_path / "y.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        regenerate_to_file(engine, questions(20), config, begun, enough=lambda _, rows: interrupted(rows >= 10))
-    rows, _ = regenerate_to_file(engine, questions(20), config, begun, enough=lambda *_: True)
-    assert rows >= 10
+        regenerate_to_file(engine, questions(20), config, begun, enough=lambda begun: interrupted(begun >= 10))
+    rows, _ = regenerate_to_file(engine, questions(20), config, begun, enough=lambda begun: True)
+    assert 0 < rows < 10
 
 
 def interrupted(now: bool) -> bool:

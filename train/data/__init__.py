@@ -17,6 +17,7 @@ from .storage import (
     check_data,
     choose_states,
     data_config,
+    learned_side,
     make_data,
     of_replay,
     prompt_config,

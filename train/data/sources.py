@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from eagle_mlx.data_pipelines import (
     ReadReport,
     Sample,
     ShardCapture,
+    Split,
     capture,
     prompt_tokens,
     read_conversations,
@@ -35,7 +36,18 @@ from ..config import MOST_PROMPTS, TrainSettings
 from ..kinds import aux_layers_of
 from .batches import Rows
 from .examples import Examples, InMemory, OnDisk, draft_vocabulary
-from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, no_prompts, of_replay, sources_of
+from .storage import (
+    IN_WORDS,
+    Place,
+    cache_folder,
+    choose_states,
+    data_config,
+    learned_side,
+    no_prompts,
+    of_replay,
+    prompt_config,
+    sources_of,
+)
 
 
 @dataclass(frozen=True)
@@ -109,10 +121,11 @@ class EvalPrompts:
 def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[int] = (), most: int = 0) -> EvalPrompts:
     """Return prompts to measure acceptance: held-out conversations up to the last answer, or beginnings of texts.
 
-    They come from all sources in turn, or from the one in `eval_data`. Conversations whose keys are in `trained` are
-    left out. `most`: return at most this many, by default as many as configured. Raises DataError if there are none.
+    Prompts that the target answers for the run end before the first answer. They come from all sources in turn, or from
+    the one in `eval_data`. Conversations whose keys are in `trained` are left out. `most`: return at most this many, by
+    default as many as configured. Raises DataError if there are none.
     """
-    learned, named = data_config(config), config.evaluation.data
+    learned, named = prompt_config(config), config.evaluation.data
     sources = (learned.sources[0] if config.prompts_are_heldout else named,) if named else learned.sources
     in_turn = zip_longest(*(_prompts_of(target, config, learned, source, trained) for source in sources))
     pairs = (pair for of_sources in in_turn for pair in of_sources if pair is not None)
@@ -160,10 +173,11 @@ def _prompts_of(
     wanted = learned.alone(source)
     [spec] = wanted.sources
     in_part = spec.startswith("builtin:") or spec in [source.spec for source in learned.parsed]
-    split: Literal["heldout", "all"] = "heldout" if in_part else "all"
+    split: Split = "heldout" if in_part else "all"
     for conversation in read_conversations(wanted, split, target.tokenizer):
         key = conversation.prompt_key()
-        prompt = [] if key in trained else _prompt(target, conversation, config.evaluation.tokens)
+        asked = conversation.opening() if source in config.data.prompts else conversation
+        prompt = [] if key in trained else _prompt(target, asked, config.evaluation.tokens)
         if prompt is not None:
             yield key, prompt
 
@@ -174,7 +188,7 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
-    conversations = read_conversations(data_config(config), "train", target.tokenizer, left_out)
+    conversations = read_conversations(data_config(config), learned_side(config), target.tokenizer, left_out)
     rendered, report = render_all(target.tokenizer, conversations, length, config.data.filters.skip_bad)
     notes = report.notes(target.name)
     if not rendered:

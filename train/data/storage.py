@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from eagle_mlx.data_pipelines import (
     MakeConfig,
     MakeLimits,
     RegenerateConfig,
+    Split,
     Wanted,
     check_conversations,
     growing_engine,
@@ -45,9 +47,6 @@ from ..distributed import World
 Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
-_ANSWERS, _PROMPTS = 10 * FEWEST, 20 * FEWEST
-"""Without time, prompts are answered until there are this many answers, one in ten of which is held out for the judge.
-At most this many are tried: up to half of the answers may loop."""
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
@@ -147,21 +146,23 @@ def answer_prompts(
 ) -> None:
     """Have the target answer `config.data.prompts`, greedily as the judge does, with drafts of `head`.
 
-    `over`: called before each prompt once there are enough answers to learn from and to judge by; if true, the rest
-    stays unanswered.
-    Raises as `make_data`, and DataError if all answers loop.
+    Prompts that are held out stay unanswered, since the judge decodes them. `over`: called before each prompt after the
+    first batch; once true, the rest stays unanswered, too. Raises as `make_data`, and DataError if all answers loop.
     """
     file, reading = self_file(config), prompt_config(config)
-    prompts = list(read_conversations(reading, "all", target.tokenizer))
-    settings = {**asdict(reading), "prompts": [f"{prompt.whole_key():x}" for prompt in prompts]}
-
-    def enough(begun: int, answers: int) -> bool:
-        return (answers >= _ANSWERS or begun >= _PROMPTS) and over()
+    prompts = list(read_conversations(reading, "train", target.tokenizer))
+    digest = hashlib.blake2s(" ".join(f"{prompt.whole_key():x}" for prompt in prompts).encode()).hexdigest()[:16]
+    settings = {**asdict(reading), "prompts": digest}
 
     def make() -> str:
         params = SamplingParams(temperature=0.0, max_tokens=MakeConfig.max_tokens)
         answers = RegenerateConfig(params, least_distinct=LEAST_DISTINCT)
         engine = growing_engine(target, head)
+        first = engine.max_batch
+
+        def enough(begun: int) -> bool:
+            return begun >= first and over()
+
         count, report = regenerate_to_file(engine, prompts, answers, file, settings, progress=True, enough=enough)
         if not report.answers:
             raise DataError(f"{', '.join(reading.sources)}: all of the target's answers loop; give other prompts")
@@ -255,6 +256,11 @@ def data_config(config: TrainConfig) -> DataConfig:
     if config.data.prompts:
         return DataConfig(sources_of(config), seed=config.run.seed)
     return prompt_config(config)
+
+
+def learned_side(config: TrainConfig) -> Split:
+    """Return the part of `data_config` that a run learns. All answers are learned: held-out prompts have none."""
+    return "all" if config.data.prompts else "train"
 
 
 def prompt_config(config: TrainConfig) -> DataConfig:
