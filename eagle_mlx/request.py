@@ -181,6 +181,10 @@ def read_prompt(target: Target, prompt: Prompt) -> ImagePrompt:
     if tokenizer is None:
         raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as e:
+            raise PromptError(f"a prompt is not valid Unicode: {e.reason} at character {e.start}") from e
         return ImagePrompt(list(tokenizer.encode(prompt)), ())
     messages, sources = take_images(cast(Sequence[Mapping[str, Any]], prompt))
     if sources and target.vision is None:

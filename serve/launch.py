@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
-from typing import Any, Literal
+from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -99,17 +99,20 @@ def find(url: str, name: str, key: str | None) -> ServedModel:
     try:
         request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         with urlopen(request, timeout=_SECONDS) as answer:
-            models: list[dict[str, Any]] = json.load(answer)["data"]
-    except (OSError, HTTPException, ValueError, KeyError) as e:
+            models = [
+                ServedModel(url, str(model["id"]), model["max_model_len"] and int(model["max_model_len"]), key)
+                for model in json.load(answer)["data"]
+            ]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as e:
         if isinstance(e, HTTPError) and e.code == HTTPStatus.UNAUTHORIZED:
             need = f"another key than {_KEY}" if key else f"a key; set {_KEY}"
             raise ConfigError(f"{url} needs {need}") from e
         raise ConfigError(f"no eagle-serve answers at {url} ({e}); start it, or name its address with --url") from e
-    fitting = [model for model in models if name in ("", model["id"])]
+    fitting = [model for model in models if name in ("", model.model)]
     if not fitting:
-        raise ConfigError(f"--model {name}: {url} has {', '.join(model['id'] for model in models)}")
-    model = next((model for model in fitting if model["max_model_len"]), fitting[0])
-    return ServedModel(url, model["id"], model["max_model_len"], key)
+        wish = f"--model {name}: " if name else ""
+        raise ConfigError(f"{wish}{url} has {', '.join(model.model for model in models) or 'no models'}")
+    return next((model for model in fitting if model.context), fitting[0])
 
 
 def claude(server: ServedModel) -> Launch:

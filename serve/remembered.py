@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def _texts(path: Path, target: em.Target) -> Iterator[list[int]]:
 
 
 def _rows(path: Path, target: em.Target) -> Iterator[list[int]]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(io.StringIO(_read(path)), 1):  # texts may contain other line breaks
         try:
             row: dict[str, Any] = json.loads(line)
             yield encode(target, row["messages"] if "messages" in row else row["text"])

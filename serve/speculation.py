@@ -347,7 +347,7 @@ def _from_json(text: str | None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError('--speculative-config must be an object, such as {"method": "ngram"}')
     method = config.pop("method", None)
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ConfigError(f"--speculative-config: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
     mode = _METHODS[method]
     names = {"num_speculative_tokens": "num_tokens"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -123,8 +124,11 @@ def records() -> list[HeadRecord]:
     for file in (cache_folder() / "heads").glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # another version, or damaged
             values = json.loads(file.read_text(encoding="utf-8"))
-            heads.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
-    return sorted((head for head in heads if head.here), key=lambda head: -head.made_at)
+            names, made_at = tuple(map(str, values["names"])), float(values["made_at"])
+            head = HeadRecord(**{**values, "names": names, "made_at": made_at})
+            if head.here and math.isfinite(head.worth or 0.0):
+                heads.append(head)
+    return sorted(heads, key=lambda head: -head.made_at)
 
 
 def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[HeadRecord]:

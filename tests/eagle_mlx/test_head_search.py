@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -99,6 +101,16 @@ def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     assert all(head.here for head in heads[:2])
     assert not any(head.here for head in heads[2:])
     assert heads[2].head == known_heads_for((QWEN,))[0].head
+
+
+@pytest.mark.parametrize("field", ["head", "names", "origin", "fingerprint", "acceptance_length", "prompts", "made_at"])
+@pytest.mark.parametrize("value", [["x"], {}, "x", None, [5], math.nan])
+def test_a_damaged_record_does_not_stop_a_search(tmp_path: Path, registry: Path, field: str, value: Any) -> None:
+    for name in ("good", "bad"):
+        register(head_folder(tmp_path / name), QWEN, "trained", acceptance_length=2.0, prompts=80)
+    file = next(file for file in (registry / "heads").iterdir() if json.loads(file.read_text())["head"].endswith("bad"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    assert str(tmp_path / "good") in [head.head for head in find_heads(QWEN)]
 
 
 def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def engine() -> em.Engine:
     ("name", "content"),
     [
         ("area.py", TEXT),
-        ("texts.jsonl", json.dumps({"text": TEXT})),
+        ("texts.jsonl", json.dumps({"text": f"{TEXT}\u2028"}, ensure_ascii=False)),
         ("chats.jsonl", json.dumps({"messages": [{"role": "user", "content": TEXT}]})),
     ],
 )

@@ -132,6 +132,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("--speculative-config '{'", "not JSON"),
         ("--speculative-config '[]'", "must be an object"),
         ("""--speculative-config '{"method": "medusa"}'""", "got 'medusa'"),
+        ("""--speculative-config '{"method": ["ngram"]}'""", r"got \['ngram'\]"),
         ("""--speculative-config '{"method": "ngram", "model": "x"}'""", "unknown key 'model'"),
         ("""--speculative-config '{"method": "eagle3", "num_speculative_tokens": "x"}'""", "must be a whole number"),
         (

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -110,3 +112,31 @@ def test_what_is_wrong_is_named(
         assert wanted in capsys.readouterr().err
     assert main(["launch", "emacs"]) == 2
     assert "program must be one of claude, codex, opencode, not 'emacs'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"data": [{"id": "m", "object": "model"}]}, "no eagle-serve answers"),  # as of mlx_lm.server
+        ({"data": [{}]}, "no eagle-serve answers"),
+        ({"data": 5}, "no eagle-serve answers"),
+        ([], "no eagle-serve answers"),
+        ({"data": []}, "has no models"),
+    ],
+)
+def test_another_server_is_named(content: object, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        assert main(["launch", "claude", "--url", url]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert url in error
