@@ -201,7 +201,7 @@ def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int
 
 
 def best_chain(steps: Steps, chance: float) -> BestChain:
-    depths = range(MOST_TOKENS + 1)
+    depths = range(min(MOST_TOKENS + 1, max(steps.verify_ms)))  # larger verifies were not measured
     verify = np.interp([depth + 1 for depth in depths], list(steps.verify_ms), list(steps.verify_ms.values()))
     tokens = [sum(chance**i for i in range(depth + 1)) for depth in depths]
     speeds = [tokens[depth] / (verify[depth] + depth * steps.draft_ms) for depth in depths]

@@ -128,6 +128,12 @@ def test_the_best_chain_follows_from_the_measured_steps(curve: str, depths: tupl
     assert all(chain.speed >= 1 for chain in chains)
 
 
+def test_a_chain_is_no_longer_than_what_was_measured() -> None:
+    """A slow machine measures few sizes; a verify of nine positions is not known to cost as much as one of eight."""
+    steps = Steps(512, {1: 10.0, 2: 10.1, 4: 10.2, 8: 10.3}, 0.1, 1.0)
+    assert best_chain(steps, 0.95).depth == 7
+
+
 def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
     model = MeasuredModel("qwen3-8b", True, 4, "bfloat16", 4.6)
     machine = replace(describe(), device="Apple M3 Max", blas="accelerate")
