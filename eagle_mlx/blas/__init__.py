@@ -27,7 +27,7 @@ _MISSING = {
     "openblas": _OPENBLAS,
     "blis": ("no BLIS found", "apt-get install libblis4-openmp (Debian, Ubuntu)"),
 }
-"""What is missing and the remedy, by the value of EAGLE_MLX_BLAS."""
+"""The missing library and the remedy, by the value of EAGLE_MLX_BLAS."""
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
 _CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"}

@@ -176,8 +176,8 @@ def _prompts_of(
     split: Split = "heldout" if in_part else "all"
     for conversation in read_conversations(wanted, split, target.tokenizer):
         key = conversation.prompt_key()
-        asked = conversation.opening() if source in config.data.prompts else conversation
-        prompt = [] if key in trained else _prompt(target, asked, config.evaluation.tokens)
+        part = conversation.opening() if source in config.data.prompts else conversation
+        prompt = [] if key in trained else _prompt(target, part, config.evaluation.tokens)
         if prompt is not None:
             yield key, prompt
 
