@@ -27,6 +27,16 @@ class Message:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further keys that the chat template may read, such as `tool_calls` or `reasoning_content`."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether the user or a tool wrote it. Without such a message, a greeting of the assistant is not an answer."""
+        return self.role not in ("system", "developer", "assistant")
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it is the assistant's. One that calls tools is not, since tool results depend on it."""
+        return self.role == "assistant" and "tool_calls" not in self.extra
+
     def as_dict(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **self.extra}
 
@@ -62,18 +72,15 @@ class Conversation:
         return {"messages": [m.as_dict() for m in self.messages], **tools}
 
     def opening(self) -> Conversation:
-        """Return what precedes the first answer. A greeting is no answer, and calls of tools belong to the question."""
-        is_asked = False
+        """Return what precedes the first answer to a question."""
         for position, message in enumerate(self.messages):
-            if message.role != "assistant":
-                is_asked |= message.role not in ("system", "developer")
-            elif is_asked and "tool_calls" not in message.extra:
+            if message.is_answer and any(earlier.asks for earlier in self.messages[:position]):
                 return replace(self, messages=self.messages[:position])
         return self
 
     def prompt_key(self) -> int:
         """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's."""
-        return self._key([m for m in self.messages if m.role not in ("assistant", "system", "developer")])
+        return self._key([m for m in self.messages if m.asks])
 
     @property
     def is_held_out(self) -> bool:

@@ -38,12 +38,10 @@ def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
     """
     if not (mx.default_device() == mx.cpu and use_shortcuts()):
         return False
-    if isinstance(mask, str):
-        return cache is None and mask == "causal" and keys.shape[2] == length
+    if not isinstance(mask, mx.array):
+        return mask == "causal" and cache is None and keys.shape[2] == length
     lengths = getattr(cache, "lengths", None)
-    is_whole = (
-        mask is not None and mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
-    )
+    is_whole = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
     if not is_whole or lengths is None or lengths.branches is not None or lengths.blocks:
         return False
     return bool(lengths.upper + length == keys.shape[2])

@@ -34,15 +34,7 @@ from eagle_mlx.target import Target
 
 from .config import EvaluationConfig, TrainConfig, TrainSettings, file_type
 from .convert.conversion import OURS, depth_of, exact_dtype, verifier_of
-from .data import (
-    answer_prompts,
-    data_config,
-    heldout_prompts,
-    learned_side,
-    make_data,
-    of_replay,
-    replay_file,
-)
+from .data import answer_prompts, data_config, heldout_prompts, learned_side, make_data, of_replay, replay_file
 from .distributed import World
 from .kind_settings import KIND_SETTINGS
 from .kinds import Head

@@ -190,12 +190,11 @@ class Regeneration(Task):
         """Move the original's messages over up to the next answer to generate; return False if there is none."""
         while self._rest and not self._ended:
             message = self._rest.pop(0)
-            if message.role == "assistant" and self._has_question and "tool_calls" not in message.extra:
+            if message.is_answer and self._has_question:
                 return True
             self._messages.append(message)
         return not self._ended and self._has_question and self._messages[-1].role != "assistant"
 
     @property
     def _has_question(self) -> bool:
-        """Whether there is a user or tool message. Without one, a greeting of the assistant is not an answer."""
-        return any(m.role not in ("system", "developer", "assistant") for m in self._messages)
+        return any(message.asks for message in self._messages)

@@ -18,13 +18,11 @@ from eagle_mlx.blas import choice as blas_choice
 from eagle_mlx.blas import trial as blas_trial
 
 ENVIRONMENT = "EAGLE_MLX_BLAS"
-_OPENBLAS = (
-    "no OpenBLAS found",
-    "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)",
-)
 _MISSING = {
-    "": _OPENBLAS,
-    "openblas": _OPENBLAS,
+    "openblas": (
+        "no OpenBLAS found",
+        "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)",
+    ),
     "blis": ("no BLIS found", "apt-get install libblis4-openmp (Debian, Ubuntu)"),
 }
 """The missing library and the remedy, by the value of EAGLE_MLX_BLAS."""
@@ -91,7 +89,7 @@ def activate() -> Blas:
                     blas_trial.set_threads(library, choice.threads)
                 return Blas(kind, provider, kernels, choice)
     other = f"{ENVIRONMENT}={wish} cannot be loaded", f"set {ENVIRONMENT} to openblas, blis or the path of a library"
-    missing, remedy = _MISSING.get(wish, other)
+    missing, remedy = _MISSING.get(wish or "openblas", other)
     _warn(f"{missing}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {remedy}")
     return Blas("reference")
 

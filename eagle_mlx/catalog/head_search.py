@@ -126,7 +126,7 @@ def records() -> list[HeadRecord]:
             values = json.loads(file.read_text(encoding="utf-8"))
             names, made_at = tuple(map(str, values["names"])), float(values["made_at"])
             head = HeadRecord(**{**values, "names": names, "made_at": made_at})
-            if head.here and math.isfinite(head.worth or 0.0):
+            if head.here and math.isfinite(head.worth or 0.0):  # NaN would spoil the order
                 heads.append(head)
     return sorted(heads, key=lambda head: -head.made_at)
 

@@ -125,10 +125,10 @@ def test_no_conversation_begins_once_there_are_enough(target: Target, tmp_path: 
     rows, report = regenerate_to_file(engine, questions(20), config, file, enough=lambda begun: begun >= 6)
     assert rows == report.answers == 6
 
-    begun = tmp_path / "y.jsonl"
+    part = tmp_path / "y.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        regenerate_to_file(engine, questions(20), config, begun, enough=lambda begun: interrupted(begun >= 10))
-    rows, _ = regenerate_to_file(engine, questions(20), config, begun, enough=lambda begun: True)
+        regenerate_to_file(engine, questions(20), config, part, enough=lambda begun: interrupted(begun >= 10))
+    rows, _ = regenerate_to_file(engine, questions(20), config, part, enough=lambda begun: True)
     assert 0 < rows < 10
 
 
