@@ -26,6 +26,8 @@ from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.hours.portions import FILE, Journal
+from eagle_mlx.train.publish import CardOptions, PublishOptions, UploadOptions
+from eagle_mlx.train.publish.upload import run
 from eagle_mlx.train.run.folder import RUN_FILE, read_identity
 from tests.fakes import tiny_config, tiny_head, tiny_target, tiny_target_folder
 from tests.full import FULL
@@ -98,6 +100,22 @@ def head_files(folder: Path) -> list[Any]:
     return [json.loads((folder / "head" / "config.json").read_text())]
 
 
+def publish(folder: Path, value: Any) -> None:
+    written(folder / "report.json", value)
+    run(PublishOptions(folder, "you/head", CardOptions("mit", base_model="you/model"), UploadOptions(dry_run=True)))
+
+
+def reports(folder: Path) -> list[Any]:
+    """Write a head as a run's best, and return a report of this run."""
+    save_eagle3(tiny_head(tiny_target()), folder / "best", target_name="tiny")
+    best = {"prompts": 9, "acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.4], "depth": 2, "left_out": 1}
+    data = {"conversations": 9, "tokens": 90, "learned_tokens": 80, "learned_conversations": 8, "prompts_held_out": 1}
+    config = {"data": ["a.jsonl"], "eval_tokens": 64, "lr": 0.001, "step_weights": [0.5, 0.5], "overwrite": True}
+    machine = {"cpu": "M4", "cores": 10, "device": "gpu", "mlx": "1"}
+    shown = {"steps": 5, "tokens": 80, "seconds": 9.0, "best_step": 5, "acceptance": {"best": best}}
+    return [{**shown, "config": config, "data": data, "machine": machine}]
+
+
 def load_model(folder: Path, value: Any) -> None:
     if not (folder / "model.safetensors").exists():
         tiny_target_folder(folder)
@@ -143,6 +161,7 @@ INPUTS: dict[str, tuple[Callable[[Path, Any], object], list[Any] | Callable[[Pat
     ),
     "settings of a run": (lambda folder, value: load_config(written(folder / "c.yaml", value)), [RUN["config"]]),
     "a head": (load_head, head_files),
+    "a report": (publish, reports),
     "a model": (load_model, [tiny_config(vocab=4096)]),
 }
 

@@ -138,7 +138,7 @@ def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) ->
             shutil.copyfile(certificate, folder / certificate.name)
         for plot in source.plots:
             shutil.copyfile(plot, folder / PLOTS / plot.name)
-    except OSError as e:
+    except (OSError, UnicodeError) as e:
         raise OutputError(f"the files to upload cannot be prepared: {e}") from e
 
 

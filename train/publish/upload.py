@@ -6,10 +6,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from huggingface_hub import ModelCard
+from jinja2 import TemplateError
+
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import check_id, check_width
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, in_one_line
 
+from ..run import REPORT
 from . import PublishOptions, UploadOptions
 from .bundle import CARD, HeadFiles, listing, read_source, write_bundle
 from .card import make_card, of_bench, of_training
@@ -22,16 +26,27 @@ def run(options: PublishOptions) -> None:
     base = _base_model(source, options.card.base_model)
     if options.card.base_model is not None:
         check_width(base, source.head.target_hidden_size, online=not options.upload.dry_run)
-    target = source.trained_on or base
-    held_out = of_training(source, target)
-    figures = [held_out] if held_out is not None else []
-    figures += [of_bench(file, source, repo, target) for file in options.card.figures]
-    license = (options.card.license or "", options.card.license_name, options.card.license_link)
+    card = _card(source, options, base)
     if (source.folder / CARD).exists():
         print(f"note: {source.folder / CARD} is not uploaded; a new card is written", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
-        write_bundle(Path(name), source, make_card(source, repo, base, license, figures), base)
+        write_bundle(Path(name), source, card, base)
         _send(repo, Path(name), options.upload, f"Publish {source.kind.one_head} for {base}")
+
+
+def _card(source: HeadFiles, options: PublishOptions, base: str) -> ModelCard:
+    """Return the head's card. Raises ConfigError if the report or the figures are not as they were written."""
+    repo, target = options.repo, source.trained_on or base
+    license = (options.card.license or "", options.card.license_name, options.card.license_link)
+    try:
+        held_out = of_training(source, target)
+        figures = [held_out] if held_out is not None else []
+        figures += [of_bench(file, source, repo, target) for file in options.card.figures]
+        return make_card(source, repo, base, license, figures)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, TemplateError) as e:
+        files = [source.folder.parent / REPORT] if source.report else []
+        named = " or ".join(map(str, [*files, *options.card.figures]))
+        raise ConfigError(f"{named} has values of other types than were written ({in_one_line(e)}); restore it") from e
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
