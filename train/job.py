@@ -175,9 +175,10 @@ def _run(
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
-    config, left = _chosen(plan, world), LEARNING * limit - (time.monotonic() - begun)
-    if plan.seen / measured.learned > left:
-        config = config.changed(minutes=max(left, 1.0) / 60)
+    config = _chosen(plan, world)
+    if limit < math.inf:
+        left = max(1.0, LEARNING * limit - (time.monotonic() - begun))
+        config = config.changed(minutes=left / 60, max_steps=plan.updates)
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return None

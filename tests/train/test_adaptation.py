@@ -268,6 +268,7 @@ def test_held_out_prompts_are_not_answered_and_judge_even_without_time(
     }
     learned, judged = training_data(target, config), heldout_prompts(target, config)
     assert answered
+    assert learned.samples[0].states is None, "a conversation is captured when a batch needs it"
     assert len(judged.tokens) == 30, "one in ten of 300"
     assert judged.keys.isdisjoint(learned.samples.keys)
     assert judged.facts(learned.samples.keys)["prompts_held_out"]

@@ -23,8 +23,9 @@ def test_the_factor_stays_between_zero_and_one(progress: float, warmup: float, f
         assert learning_rate_factor(progress, warmup, final) >= final - 1e-9
 
 
-def test_minutes_before_steps_before_epochs() -> None:
-    assert span_of(TrainConfig.of(minutes=2.0, max_steps=5), 10) == Cosine(seconds=120.0)
+def test_minutes_and_steps_before_epochs() -> None:
+    assert span_of(TrainConfig.of(minutes=2.0), 10) == Cosine(seconds=120.0)
+    assert span_of(TrainConfig.of(minutes=2.0, max_steps=5), 10) == Cosine(seconds=120.0, steps=5)
     assert span_of(TrainConfig.of(max_steps=5), 10) == Cosine(steps=5)
     assert span_of(TrainConfig.of(epochs=3), 10) == Cosine(steps=30)
 
@@ -37,3 +38,12 @@ def test_a_span_of_steps_and_one_of_time() -> None:
     assert time.progress(5, 30.0) == 0.5
     assert not time.is_over(10**6, 59.0)
     assert time.is_over(0, 60.0)
+
+
+def test_of_time_and_steps_the_first_that_is_over_ends_a_span() -> None:
+    both = Cosine(seconds=60.0, steps=10)
+    assert both.progress(5, 6.0) == 0.55
+    assert both.progress(0, 30.0) == 0.5
+    assert not both.is_over(9, 59.0)
+    assert both.is_over(10, 0.0)
+    assert both.is_over(0, 60.0)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -246,7 +247,12 @@ class Batches:
             .batch(self._rows)
             .to_stream()
         )
-        with contextlib.closing(prefetch(iter(stream), 4)) as batches:
+
+        def prepare(number: int) -> None:
+            pieces = (piece for row, _ in rows[number * self._rows : (number + 1) * self._rows] for piece in row)
+            self.samples.prepare(piece.sample for piece in pieces)
+
+        with contextlib.closing(prefetch(iter(stream), 4, prepare)) as batches:
             for batch in batches:
                 states = batch["states"].view(np.uint16) if self.samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
@@ -281,16 +287,24 @@ def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     return joined
 
 
-def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
+def prefetch(
+    items: Iterator[T], count: int, prepare: Callable[[int], None] = lambda number: None
+) -> Generator[T, None, None]:
     """Yield the items, fetching up to `count` ahead in one thread. Close the generator to join the thread.
 
+    Before an item is fetched, the caller's thread calls `prepare` with its number.
     mlx-data's own prefetching changes OpenBLAS's number of threads during a step, and so the last bits of products.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    pool, numbers = ThreadPoolExecutor(1, thread_name_prefix="prefetch"), itertools.count()
+
+    def fetch() -> Future[Any]:
+        prepare(next(numbers))
+        return pool.submit(next, items, _END)
+
     try:
-        coming = deque(pool.submit(next, items, _END) for _ in range(count))
+        coming = deque(fetch() for _ in range(count))
         while (item := coming.popleft().result()) is not _END:
-            coming.append(pool.submit(next, items, _END))
-            yield item  # type: ignore[misc]  # mypy does not narrow by _END
+            coming.append(fetch())
+            yield item
     finally:
         pool.shutdown(cancel_futures=True)

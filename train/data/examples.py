@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -22,10 +22,11 @@ from ..config import TrainSettings
 
 
 class InMemory:
-    def __init__(self, examples: Sequence[Example]):
-        self._examples = examples
+    def __init__(self, examples: Sequence[Example], capture: Callable[[int], Example] | None = None):
+        """capture: returns the example of an index with its hidden states, if the examples have none yet."""
+        self._examples, self._capture = list(examples), capture
         self.lengths = [len(example) for example in examples]
-        self.has_states = bool(examples) and examples[0].states is not None
+        self.has_states = capture is not None or (bool(examples) and examples[0].states is not None)
         self.keys = frozenset(example.key for example in examples)
         """The keys of the conversations' prompts, with 0 if one is unknown, as in the other classes."""
         self.loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
@@ -33,6 +34,12 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Example:
         return self._examples[index]
+
+    def prepare(self, indices: Iterable[int]) -> None:
+        """Capture the hidden states of examples that have none yet, and keep them. Raises TargetError for NaN."""
+        for index in indices:
+            if self._capture is not None and self._examples[index].states is None:
+                self._examples[index] = self._capture(index)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often each token id occurs in the learned tokens, [V]."""
@@ -70,6 +77,9 @@ class OnDisk:
         example = reader[row]
         assert example.states is not None
         return replace(example, states=example.states.of_layers(self._layers, self._last_layer))
+
+    def prepare(self, indices: Iterable[int]) -> None:
+        """Do nothing: all have hidden states."""
 
     def where(self, index: int) -> str:
         reader, row = self._place(index)

@@ -75,13 +75,16 @@ def training_data(
         replayed = _replayed(target, config, sum(len(sample.tokens) for sample in rendered))
         rendered += replayed
     aux_layers = aux_layers_of(target, config, head)
-    samples: Examples = (texts := InMemory([Example.of(*sample[:3]) for sample in rendered]))
+    examples = [Example.of(*sample[:3]) for sample in rendered]
+    samples: Examples = (texts := InMemory(examples))
     meta = shard_meta(target, aux_layers, config.data.cache_bits)
     choice = choose_states(config, sum(texts.lengths), meta, reserve)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
     states = IN_WORDS[choice.place]
-    if choice.place == "memory":
+    if choice.place == "memory" and config.head.adapt:  # a run with little time captures only what it learns
+        samples = InMemory(examples, lambda index: next(capture(target, aux_layers, [rendered[index]])))
+    elif choice.place == "memory":
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     elif choice.place == "disk":
         folder, bits = cache_folder(config), config.data.cache_bits

@@ -30,6 +30,7 @@ _REPEATS = 15.4  # number of repetitions after which repeating the data is worth
 class BatchSizePlan:
     config: TrainSettings
     tokens: int  # tokens of training data, measured or planned
+    updates: int
     seen: int  # tokens that the run learns from, counting repetitions
     about: str  # the chosen settings and the reason, in one line; empty if the user set all
 
@@ -67,7 +68,7 @@ def batches_for(
     opened = [f"{flag(name)} {n}" for name, n in chosen.items() if given.value(name) is None and name not in limited]
     wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not own.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
-    return BatchSizePlan(config.changed(**chosen), tokens, updates * step, about if opened else "")
+    return BatchSizePlan(config.changed(**chosen), tokens, updates, updates * step, about if opened else "")
 
 
 def typical(lengths: Sequence[int]) -> int:

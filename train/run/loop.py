@@ -61,7 +61,8 @@ def train(setup: Setup, data: TrainData, prompts: list[list[int]], seconds: floa
     if setup.saved is None:
         run.watch.restart()
     schedule = span_of(run.config, run.batches.steps_per_epoch())
-    with Bar(schedule.seconds, schedule.steps, run.watch.elapsed if schedule.seconds else run.progress.step) as bar:
+    is_timed = schedule.seconds < math.inf
+    with Bar(schedule.seconds, schedule.steps, run.watch.elapsed if is_timed else run.progress.step) as bar:
         result = run.learn(Phase(run.batches, schedule, bar))
     learned = run.batches.learned(0, (run.progress.epoch, run.progress.batch))
     return run.finish(result.acceptance, run.batches, data.report, learned)
@@ -121,7 +122,7 @@ class Run:
         every, span = self.config.evaluation, span_of(self.config, self.batches.steps_per_epoch())
         if every.minutes:
             times = math.ceil(seconds / 60 / every.minutes)
-        elif every.steps:
+        elif every.steps and span.steps < math.inf:
             times = math.ceil(span.steps / every.steps)
         with self._setup.stop.immediate():
             prompts, chosen = self._evaluator.fit(merged(self.head), SHARE * seconds, times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -56,11 +57,11 @@ class Stopwatch:
 class Bar:
     """A progress bar in seconds if there is a time limit, else in steps; `done` of them before a resume."""
 
-    def __init__(self, seconds: float, steps: int = 0, done: float = 0):
+    def __init__(self, seconds: float, steps: float = math.inf, done: float = 0):
         self._seconds = seconds
         form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
-        unit = "s" if seconds else "steps"
-        self.bar = progress_bar(total=seconds or steps, initial=done, desc="train", unit=unit, bar_format=form)
+        total, unit = (seconds, "s") if seconds < math.inf else (steps, "steps")
+        self.bar = progress_bar(total=total, initial=done, desc="train", unit=unit, bar_format=form)
 
     def __enter__(self) -> Bar:
         return self
@@ -71,7 +72,7 @@ class Bar:
     def show(self, elapsed: float, progress: Progress | None = None, results: Sequence[StepResult] = ()) -> None:
         """Show progress after `elapsed` seconds, and the mean loss and accuracy of the latest results."""
         steps = progress.step if progress else 0
-        self.bar.update((min(elapsed, self._seconds) if self._seconds else steps) - self.bar.n)
+        self.bar.update((min(elapsed, self._seconds) if self._seconds < math.inf else steps) - self.bar.n)
         if progress and results:
             accuracy = " ".join(f"{share:.2f}" for share in mean([r.accuracy_by_step for r in results]))
             speed = tokens_per_second(progress.tokens_per_second)

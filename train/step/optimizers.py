@@ -93,17 +93,18 @@ def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A run with a time limit or a number of steps, and a learning rate that falls like half a cosine."""
+    """A run with a time limit, a number of steps, or whichever is over first, and a learning rate that falls like half
+    a cosine."""
 
-    seconds: float = 0.0  # second of the run at which it is over; 0 if only `steps` counts
-    steps: int = 0
+    seconds: float = math.inf  # second of the run at which it is over
+    steps: float = math.inf
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return the progress, from 0 to 1, at the start of step `step` after `elapsed` seconds."""
-        return elapsed / self.seconds if self.seconds else (step + 0.5) / self.steps
+        return max(elapsed / self.seconds, (step + 0.5) / self.steps)
 
     def is_over(self, step: int, elapsed: float) -> bool:
-        return elapsed >= self.seconds if self.seconds else step >= self.steps
+        return elapsed >= self.seconds or step >= self.steps
 
     def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
         """Return the share of the peak learning rate. `warmup` and `final` are as in the settings."""
@@ -152,7 +153,8 @@ Schedule = Cosine | WarmupStableDecay  # of a run or phase. Steps count from 0; 
 
 
 def span_of(config: TrainSettings, steps_per_epoch: int) -> Cosine:
-    """Return a plain run's schedule: by minutes if given, else by steps, else by epochs."""
-    if config.optimization.minutes:
-        return Cosine(seconds=60 * config.optimization.minutes)
-    return Cosine(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)
+    """Return a plain run's schedule: by minutes and steps, as far as they are given, else by epochs."""
+    step = config.optimization
+    if step.minutes:
+        return Cosine(60 * step.minutes, step.max_steps or math.inf)
+    return Cosine(steps=step.max_steps or step.epochs * steps_per_epoch)
