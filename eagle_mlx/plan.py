@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -32,11 +33,11 @@ class Plan:
     """For an exploration, the tokens per second and row expected of the best plan."""
     sources: tuple[int, ...] = field(default=(), compare=False)  # `Context.sources`, if the policy learns from them
 
-    @property
+    @cached_property
     def is_tree(self) -> bool:
         return self.nodes > self.depth > 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of draft tokens that the target reads."""
         return self.nodes if self.is_tree else max(self.depth, *self.lookups, 0)
