@@ -51,7 +51,7 @@ class Question:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Read rows with `messages`, with `prompt` (text), or with `turns` (the user's texts) and their `category`.
+    """Read rows with `messages`, with `prompt` (text), or with `turns` (the user's texts), maybe with a `category`.
 
     Drops assistant turns at the end of `messages`. limit: number of questions, spread evenly over categories. Raises
     PromptError, with file and line, for an invalid row or a file without rows.
@@ -86,7 +86,7 @@ def _question(line: str, origin: str) -> Question:
             for number, turn in enumerate(turns, start=1):
                 check(isinstance(turn, str) and turn.strip(), f"turn {number} must be non-empty text")
             category = row.get("category")
-            check(isinstance(category, str) and category, "`category` must be non-empty text")
+            check(category is None or (isinstance(category, str) and category), "`category` must be non-empty text")
             return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
         case {"messages": turns}:
             check(isinstance(turns, list), "`messages` must be a list of turns")

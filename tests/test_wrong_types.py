@@ -142,7 +142,12 @@ INPUTS: dict[str, tuple[Callable[[Path, Any], object], list[Any] | Callable[[Pat
         [
             {"messages": CHAT, "tools": [TOOL]},
             {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
-            *({"prompt": "a", "completion": "b"}, {"instruction": "i", "input": "j", "output": "o"}, {"text": "t"}),
+            *(
+                {"turns": ["a", "b"]},
+                {"prompt": "a", "completion": "b"},
+                {"instruction": "i", "input": "j", "output": "o"},
+                {"text": "t"},
+            ),
         ],
     ),
     "prompts": (ask, [{"messages": SHORT}, {"prompt": "x"}, {"turns": ["a", "b"], "category": "c"}]),

@@ -17,6 +17,7 @@ SHAPES = """\
   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
   {"prompt": "…", "completion": "…"}   (or a prompt alone, for regenerating)
+  {"turns": ["…", "…"]}                (a benchmark's questions; the first is a prompt alone)
   {"text": "…"}
 A message may also have `tool_calls` and `reasoning_content`, and a row `tools`. For other names, use --map."""
 _ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "bot", "model")
@@ -135,6 +136,10 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
                 turns += (Message(role, row[key]),)
             elif key in row:
                 turns += _messages(row[key], f"{origin}: the {key}", fields, images)
+    elif "turns" in row:
+        if not isinstance(row["turns"], list) or not row["turns"] or not isinstance(row["turns"][0], str):
+            raise DataError(f"{origin}: `turns` must be a list of the user's texts, not {_show(row['turns'])}")
+        turns = (Message("user", row["turns"][0]),)
     elif "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")

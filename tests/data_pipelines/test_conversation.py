@@ -32,6 +32,7 @@ def test_every_shape_is_the_same_conversation(row: dict[str, Any]) -> None:
 def test_further_shapes() -> None:
     assert parse_row({"text": "import os"}, "x:1") == Conversation(text="import os")
     assert parse_row({"prompt": "Hi"}, "x:1") == Conversation(HI[:1])
+    assert parse_row({"turns": ["Hi", "More"], "category": "x"}, "x:1") == Conversation(HI[:1])
     roles = [{"from": r, "value": "v"} for r in ("system", "human", "gpt", "tool")]
     messages = parse_row({"conversations": roles}, "x:1").messages
     assert [m.role for m in messages] == ["system", "user", "assistant", "tool"]
@@ -58,6 +59,7 @@ def test_a_row_comes_back_as_it_was(row: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "must be text"),
         ({"text": ""}, "f:3: `text` must be a non-empty string"),
         ({"prompt": 3}, "f:3: the prompt must be a non-empty list"),
+        ({"turns": [3]}, r"f:3: `turns` must be a list of the user's texts, not \[3\]"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], reason: str) -> None:

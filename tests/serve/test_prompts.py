@@ -55,7 +55,7 @@ def test_a_limit_takes_questions_from_all_categories(tmp_path: Path, limit: int,
         ('{"category": "qa", "turns": []}', "a list with at least one text"),
         ('{"category": "qa", "turns": ["x", ""]}', "turn 2 must be non-empty text"),
         ('{"category": "qa", "turns": [3]}', "turn 1 must be non-empty text"),
-        ('{"turns": ["x"]}', "`category` must be non-empty text"),
+        ('{"category": "", "turns": ["x"]}', "`category` must be non-empty text"),
         ('{"category": 7, "turns": ["x"]}', "`category` must be non-empty text"),
     ],
 )
