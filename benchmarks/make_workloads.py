@@ -1,6 +1,7 @@
 """Make the texts that benchmarks/agents.py replays: prompts that repeat in kind, with a model's own answers.
 
     python benchmarks/make_workloads.py --target out/real/smollm2-135m-instruct --head checkpoints/smollm2-135m-instruct
+    python benchmarks/make_workloads.py --only sql --rows 500 --output sql.jsonl     (prompts alone, for eagle-train)
 
 The model answers extraction jobs, requests for JSON of one schema (with a grammar), questions to one database and
 questions about passages. The first jobs are answered again at temperature 0.7. Independent questions are those of
@@ -14,7 +15,7 @@ import argparse
 import gzip
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -123,6 +124,32 @@ def message(rng: Random) -> str:
     return rng.choice(forms).format(**details(rng))
 
 
+def translation(rng: Random) -> str:
+    return f"Translate this message to French.\n\n{message(rng)}"
+
+
+def sql(rng: Random, form: str) -> str:
+    return TABLES.format(question=form.format(**details(rng)))
+
+
+ONLY: dict[str, Callable[[Random], str]] = {
+    "extraction": lambda rng: EXTRACT.format(text=message(rng)),
+    "sql": lambda rng: sql(rng, rng.choice(QUESTIONS)),
+    "translation": translation,
+}
+"""Kinds of prompts of which there can be any number."""
+
+
+def write_prompts(kind: str, rows: int, output: Path) -> None:
+    """Write different prompts of one kind as conversations of one user's message."""
+    rng = Random(f"only {kind}")
+    prompts: dict[str, None] = {}
+    while len(prompts) < rows:
+        prompts[ONLY[kind](rng)] = None
+    lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts)
+    output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
 def questions(rng: Random) -> Iterator[tuple[str, str]]:
     """Yield kinds and prompts that the model answers."""
     for _ in range(120):
@@ -130,8 +157,7 @@ def questions(rng: Random) -> Iterator[tuple[str, str]]:
     for _ in range(60):
         yield "json", f"Return the order in this message as JSON.\n\n{message(rng)}"
     for number in range(60):
-        question = QUESTIONS[number % len(QUESTIONS)].format(**details(rng))
-        yield "sql", TABLES.format(question=question)
+        yield "sql", sql(rng, QUESTIONS[number % len(QUESTIONS)])
     for _ in range(8):
         text = PASSAGE.format(**details(rng))
         for question in ABOUT:
@@ -207,10 +233,19 @@ def answers(engine: em.Engine, prompts: Sequence[tuple[str, str]]) -> Iterator[d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--head", required=True)
+    parser.add_argument("--target")
+    parser.add_argument("--head")
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--only", choices=ONLY, help="write prompts of this kind, without answers; needs --output")
+    parser.add_argument("--rows", type=int, default=500, help="with --only: number of prompts (default: 500)")
     arguments = parser.parse_args()
+    if arguments.only is not None:
+        if arguments.output == OUTPUT:
+            parser.error("--only needs --output FILE")
+        write_prompts(arguments.only, arguments.rows, arguments.output)
+        return
+    if arguments.target is None or arguments.head is None:
+        parser.error("give --target and --head, or --only")
     target = em.load_target(arguments.target)
     head = em.HybridProposer(em.HeadProposer(em.load_head(arguments.head, target)))
     changed = list(edits(36))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -98,6 +99,26 @@ def test_acceptance_after_images_is_reported_for_every_kind(tmp_path: Path, caps
     assert ngrams.startswith("| n-grams | ")
     assert head.startswith("| MTP ")
     assert ngrams.count(" of 3 answers)") == head.count(" of 3 answers)") == 2
+
+
+def test_a_text_model_reads_questions_in_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlx_vlm")
+    target, output = tiny_target_folder(tmp_path / "target", architecture="llama"), tmp_path / "reader"
+    (tmp_path / "q.jsonl").write_text('{"prompt": "def f(x):"}\n{"turns": ["import os"]}\n')
+    make = script("picture_reader.py")["main"]
+    tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the only special tokens of this model
+    make.__globals__["NAMES"].update(zip(make.__globals__["NAMES"], tokens, strict=True))
+    make(["--target", str(target), "--output", str(output), "--questions", str(tmp_path / "q.jsonl")])
+    made = re.search(
+        r"2 of 2 questions in .*, with \d+ different tokens; (\d+) of (\d+) tokens", capsys.readouterr().out
+    )
+    assert made is not None
+    assert made[1] == made[2]
+    few = ["--max-tokens", "8", "--depth", "2"]
+    script("images.py")["main"](["--target", f"{output}/model", "--pictures", f"{output}/questions.jsonl", *few])
+    assert re.fullmatch(
+        r"\| n-grams \| .* of 2 answers\) \| .* of 2 answers\) \|", capsys.readouterr().out.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 3])
