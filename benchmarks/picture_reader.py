@@ -126,13 +126,11 @@ def fit(eye: Eye, embedding: mx.array, cells: dict[int, NDArray[np.uint8]]) -> N
     last.weight = mx.array(np.linalg.lstsq(features, wanted, rcond=None)[0].T.astype(np.float32))
 
 
-def write(folder: Path, source: Path, eye: Eye, config: dict[str, Any]) -> None:
-    """Write the model's folder, which mlx-lm and mlx-vlm both load."""
+def write(folder: Path, source: Path, eye: Eye, config: dict[str, Any], text: dict[str, mx.array]) -> None:
+    """Write the model's folder, which mlx-lm and mlx-vlm both load. text: the weights of the text model."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {f"language_model.{name}": x for name, x in mx.load(str(source / "model.safetensors")).items()}
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), weights | dict(tree_flatten(eye.parameters())), {"format": "mlx"}
-    )
+    weights = {f"language_model.{name}": x for name, x in text.items()} | dict(tree_flatten(eye.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     shutil.copy(source / "tokenizer.json", folder)
     named = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     sides = {"height": PATCH, "width": PATCH}
@@ -169,33 +167,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and the pictures")
     parser.add_argument("--questions", type=Path, default=ROOT / "checkpoints/questions.jsonl", help="(%(default)s)")
     args = parser.parse_args(argv)
-    target = em.load_target(str(args.target))
-    decode = target.tokenizer.decode
+    tokenizer: Any = em.load_target(str(args.target)).tokenizer
+    weights: Any = mx.load(str(args.target / "model.safetensors"))
+    embedding = weights["model.embed_tokens.weight"].astype(mx.float32)
     questions = [first_turn(question.content) for question in read_questions(args.questions)]
-    shown = chosen(questions, lambda text: target.tokenizer.encode(text, add_special_tokens=False), target.hidden_size)
-    cells = {token: glyph(decode([token])) for token in sorted(set().union(*shown.values()))}
+    shown = chosen(questions, lambda text: tokenizer.encode(text, add_special_tokens=False), embedding.shape[1])
+    cells = {token: glyph(tokenizer.decode([token])) for token in sorted(set().union(*shown.values()))}
     model, config = reader(args.target)
     mx.random.seed(0)
     eye = Eye(model)
-    embedding = mx.load(str(args.target / "model.safetensors"))["model.embed_tokens.weight"].astype(mx.float32)
     fit(eye, embedding, cells)
-    write(args.output / "model", args.target, eye, config)
-    (args.output / "pictures").mkdir(exist_ok=True)
-    right = 0
-    with (args.output / "questions.jsonl").open("w", encoding="utf-8") as file:
-        for number, (text, tokens) in enumerate(shown.items()):
-            pixels = picture([cells[token] for token in tokens])
-            right += int((_nearest(eye(pixels), embedding) == mx.array(tokens)).sum().item())
-            path = args.output / "pictures" / f"{number:03}.png"
-            Image.fromarray(pixels).save(path)
-            file.write(json.dumps({"prompt": text, "image": str(path)}) + "\n")
+    write(args.output / "model", args.target, eye, config, weights)
+    pictures = [picture([cells[token] for token in tokens]) for tokens in shown.values()]
+    pairs = zip(pictures, shown.values(), strict=True)
+    right = sum(np.sum(np.array(nearest(eye(pixels), embedding)) == tokens) for pixels, tokens in pairs)
+    write_pictures(args.output, list(shown), pictures)
     print(
         f"{len(shown)} of {len(questions)} questions in {args.output}, with {len(cells)} different tokens; {right} of "
         f"{sum(map(len, shown.values()))} tokens are read right"
     )
 
 
-def _nearest(features: mx.array, embedding: mx.array) -> mx.array:
+def write_pictures(folder: Path, texts: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> None:
+    (folder / "pictures").mkdir(exist_ok=True)
+    with (folder / "questions.jsonl").open("w", encoding="utf-8") as file:
+        for number, (text, pixels) in enumerate(zip(texts, pictures, strict=True)):
+            path = folder / "pictures" / f"{number:03}.png"
+            Image.fromarray(pixels).save(path)
+            file.write(json.dumps({"prompt": text, "image": str(path)}) + "\n")
+
+
+def nearest(features: mx.array, embedding: mx.array) -> mx.array:
     """Return the tokens [n] whose embeddings are nearest to features [n, H]."""
     distances = embedding.square().sum(axis=-1) - 2 * features @ embedding.T
     return distances.argmin(axis=-1)
