@@ -13,7 +13,7 @@ import pytest
 
 from eagle_mlx.catalog.head_search import records
 from eagle_mlx.data_pipelines import Conversation, MakeConfig, Message
-from eagle_mlx.formats.tensors import HeadFolder
+from eagle_mlx.formats.tensors import HeadFolder, weights_of
 from eagle_mlx.heads import KINDS, layout_of, load_head
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import load_target
@@ -23,11 +23,11 @@ from eagle_mlx.train.config import EvaluationConfig, TrainConfig
 from eagle_mlx.train.data import answer_prompts, heldout_prompts, training_data
 from eagle_mlx.train.distributed import SINGLE_PROCESS
 from eagle_mlx.train.kinds import KINDS as TRAINED
-from eagle_mlx.train.kinds import resolve
+from eagle_mlx.train.kinds import choose_trained, merged, resolve
 from eagle_mlx.train.publish.bundle import read_source
 from eagle_mlx.train.publish.card import make_card
 from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
-from tests.fakes import talking_target_folder, tiny_target_folder
+from tests.fakes import talking_target_folder, tiny_target, tiny_target_folder
 from tests.full import in_full
 from tests.train.test_resume import stop_at
 
@@ -186,6 +186,22 @@ def test_additions_of_low_rank_are_merged_into_a_quantized_head(
     assert changed
     assert not [name for name in changed if "norm" in name or name in ("d2t", "t2d")]
     assert load_head(out / "last", load_target(str(target))).config.quantization == {"group_size": 32, "bits": 8}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_result_is_midway_between_the_head_and_what_was_learned(rank: int) -> None:
+    target = tiny_target()
+    before, head = weights_of(eagle3(target)), eagle3(target, seed=7)
+    head.attach(target)
+    learned = weights_of(head)
+    given = TrainConfig.of(target="t", adapt="h", init_from="h", data=("d",), lora_rank=rank)
+    choose_trained(head, resolve(given, target.hidden_size))
+    mean = weights_of(merged(head, before))
+    assert mean.keys() == before.keys()
+    for name, value in mean.items():
+        assert mx.allclose(value, (before[name] + learned[name]) / 2, atol=1e-6)
+    assert any(not mx.array_equal(mean[name], before[name]) for name in mean)
+    assert all(mx.array_equal(learned[name], value) for name, value in weights_of(merged(head)).items())
 
 
 def test_the_target_answers_prompts_and_writes_what_must_not_be_forgotten(

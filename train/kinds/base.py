@@ -275,13 +275,19 @@ def choose_trained(head: Head, config: TrainSettings) -> None:
     head.update_modules(tree_unflatten(adapted))
 
 
-def merged(head: Head) -> Head:
-    """Return the head with its low-rank additions added to its matrices; the same object if it has none."""
+def merged(head: Head, before: Mapping[str, mx.array] | None = None) -> Head:
+    """Return the head with its low-rank additions added to its matrices; the same object if there is nothing to do.
+
+    before: weights that an adapted head had. The result has the mean of both, which keeps most of what was learned and
+    forgets less (Wortsman et al. 2022, Robust fine-tuning of zero-shot models, arXiv 2109.01903).
+    """
     adapted = {path: part for path, part in head.named_modules() if isinstance(part, LoRALinear)}
-    if not adapted:
+    if not adapted and before is None:
         return head
     weights = {name.replace(".linear.", "."): x for name, x in weights_of(head).items() if ".lora_" not in name}
     weights |= {f"{path}.weight": part.fuse().weight for path, part in adapted.items()}
+    if before is not None:
+        weights = {name: (before[name] + x) / 2 for name, x in weights.items()}
     plain: Head = _made(type(head), head.config, head.d2t)
     plain.load_weights(list(weights.items()))
     plain.attach(head.target)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from eagle_mlx.command import Stopped
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import write_whole
-from eagle_mlx.formats.tensors import arrays_of
+from eagle_mlx.formats.tensors import arrays_of, weights_of
 from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.hub import public_name
 from eagle_mlx.machine import describe
@@ -85,6 +85,7 @@ class Run:
             self.head = new_head(target, data, self.config, begin=saved is None)
         else:
             self.head = with_vocabulary(setup.head, target, data.kept, self.config)
+        self._before = None if setup.adaptation is None else weights_of(merged(self.head))
         self._evaluator = Evaluator(target, prompts, measuring.depth, measuring.tokens, measuring.batch)
         self._stepper = Stepper(self.head, target, self.config, setup.workers.world)
         if saved is not None:
@@ -241,7 +242,7 @@ class Run:
 
     def _measure(self) -> Acceptance:
         with self._setup.stop.immediate():
-            measured = self._evaluator.measure(merged(self.head))
+            measured = self._evaluator.measure(merged(self.head, self._before))
         values = {**measured.figures, "generations": self._evaluator.generations}
         self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **values})
         tqdm.write(
@@ -276,7 +277,7 @@ class Run:
         if self._setup.target.adapter is not None:
             extra["adapter"] = self._setup.target.adapter.name
         target = public_name(self._setup.target.name)
-        head, folder = merged(self.head), self._setup.folder / name
+        head, folder = merged(self.head, self._before), self._setup.folder / name
         if self._adaptation is None:
             kind_of(self.head).save(head, folder, target, extra, file_type(self.config))
         else:
