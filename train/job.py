@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def _run(
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
             return target, train_for_hours(setup, measured.learned, measured.captured)
     _prepare(target, config, world, lambda share: time.monotonic() - begun > share * limit)
-    data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
+    read = partial(training_data, target, config, world.is_rank_zero, head, measured.memory, limit < math.inf)
+    data = world.in_turn(read)
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
     config = _chosen(plan, world)

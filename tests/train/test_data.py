@@ -237,3 +237,20 @@ def test_where_states_go(
     assert reason in choice.text
     in_16 = 97_200 * bytes_per_token(replace(meta, bits=16))
     assert choice.size == (in_16 if place == "memory" else 97_200 * bytes_per_token(meta))
+
+
+@pytest.mark.parametrize(
+    ("states", "memory", "is_timed", "kept"),
+    [(None, 1e9, False, 623_052), (None, 1e8, True, 62_305), (None, 1e8, False, 0), ("memory", 1e8, False, 62_305)],
+)
+def test_a_run_with_little_time_captures_what_it_learns(
+    states: str | None, memory: float, is_timed: bool, kept: int
+) -> None:
+    """Also if the states of all do not fit. A resumed run names the place."""
+    meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
+    settings = config("none").changed(adapt="head", init_from="head", states=states, cache_gb=1.0)
+    choice = choose_states(settings, 97_200, meta, free=int(memory / 0.8), is_timed=is_timed)
+    assert choice.kept == pytest.approx(kept, abs=2)
+    assert choice.place == ("memory" if kept else "disk")
+    assert ("when they are first learned" in choice.text) == bool(kept)
+    assert (f"{choice.kept:,} tokens are kept" in choice.text) == (0 < kept < 97_200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,9 +23,14 @@ from ..config import TrainSettings
 
 
 class InMemory:
-    def __init__(self, examples: Sequence[Example], capture: Callable[[int], Example] | None = None):
-        """capture: returns the example of an index with its hidden states, if the examples have none yet."""
+    def __init__(
+        self, examples: Sequence[Example], capture: Callable[[int], Example] | None = None, kept: float = math.inf
+    ):
+        """capture: returns the example of an index with its hidden states, if the examples have none yet. kept: tokens
+        whose states are kept, those used last."""
         self._examples, self._capture = list(examples), capture
+        self._kept, self._held = kept, 0
+        self._used: dict[int, None] = {}  # the examples with captured states, those used last at the end
         self.lengths = [len(example) for example in examples]
         self.has_states = capture is not None or (bool(examples) and examples[0].states is not None)
         self.keys = frozenset(example.key for example in examples)
@@ -36,10 +42,20 @@ class InMemory:
         return self._examples[index]
 
     def prepare(self, indices: Iterable[int]) -> None:
-        """Capture the hidden states of examples that have none yet, and keep them. Raises TargetError for NaN."""
+        """Capture the hidden states of examples that have none. Raises TargetError for NaN."""
+        if self._capture is None:
+            return
         for index in indices:
-            if self._capture is not None and self._examples[index].states is None:
+            if self._examples[index].states is None:
                 self._examples[index] = self._capture(index)
+                self._held += self.lengths[index]
+            self._used.pop(index, None)
+            self._used[index] = None
+            while self._held > self._kept and len(self._used) > 1:
+                oldest = next(iter(self._used))
+                del self._used[oldest]
+                self._examples[oldest] = replace(self._examples[oldest], states=None)
+                self._held -= self.lengths[oldest]
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often each token id occurs in the learned tokens, [V]."""

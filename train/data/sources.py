@@ -60,12 +60,18 @@ class TrainData:
 
 
 def training_data(
-    target: Target, config: TrainSettings, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
+    target: Target,
+    config: TrainSettings,
+    progress: bool = False,
+    head: DraftHead | None = None,
+    reserve: int = 0,
+    is_timed: bool = False,
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
     A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve`: additional bytes that
-    training needs. Raises DataError, ShardError, OutputError or ConfigError if data cannot be used or stored.
+    training needs. `is_timed`: as in `choose_states`. Raises DataError, ShardError, OutputError or ConfigError if data
+    cannot be used or stored.
     """
     if config.data.shards:
         return _from_shards(target, config, head)
@@ -78,12 +84,12 @@ def training_data(
     examples = [Example.of(*sample[:3]) for sample in rendered]
     samples: Examples = (texts := InMemory(examples))
     meta = shard_meta(target, aux_layers, config.data.cache_bits)
-    choice = choose_states(config, sum(texts.lengths), meta, reserve)
+    choice = choose_states(config, sum(texts.lengths), meta, reserve, is_timed=is_timed)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
     states = IN_WORDS[choice.place]
-    if choice.place == "memory" and config.head.adapt:  # a run with little time captures only what it learns
-        samples = InMemory(examples, lambda index: next(capture(target, aux_layers, [rendered[index]])))
+    if choice.kept:
+        samples = InMemory(examples, lambda index: next(capture(target, aux_layers, [rendered[index]])), choice.kept)
     elif choice.place == "memory":
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     elif choice.place == "disk":
