@@ -57,7 +57,7 @@ class Stopwatch:
 class Bar:
     """A progress bar in seconds if there is a time limit, else in steps; `done` of them before a resume."""
 
-    def __init__(self, seconds: float, steps: float = math.inf, done: float = 0):
+    def __init__(self, seconds: float = math.inf, steps: float = math.inf, done: float = 0):
         self._seconds = seconds
         form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
         total, unit = (seconds, "s") if seconds < math.inf else (steps, "steps")
