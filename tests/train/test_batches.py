@@ -190,25 +190,24 @@ def test_states_are_captured_as_batches_need_them() -> None:
     assert sorted(calls) == list(range(60))
 
 
-def test_of_states_captured_on_demand_the_newest_are_kept() -> None:
+@pytest.mark.parametrize("kept", [160, 8, 1])
+def test_of_states_captured_on_demand_as_many_are_kept_as_fit(kept: int) -> None:
     captured = make_samples([8] * 60)
-    held, most = set[int](), 0
+    most = 0
 
     def capture(index: int) -> Example:
         nonlocal most
-        held.add(index)
-        held.intersection_update(i for i in range(60) if i == index or samples[i].states is not None)
-        most = max(most, len(held))
+        most = max(most, sum(samples[i].states is not None for i in range(60)))
         return captured[index]
 
-    samples = InMemory([Example(sample.tokens, sample.loss_mask) for sample in captured], capture, kept=160)
+    samples = InMemory([Example(sample.tokens, sample.loss_mask) for sample in captured], capture, kept)
     batches, whole = Batches(samples, 2, 8, seed=0), Batches(InMemory(captured), 2, 8, seed=0)
     for epoch in (0, 1):
         for rows, wanted in zip(collect(batches, epoch), collect(whole, epoch), strict=True):
             assert rows.states is not None
             assert wanted.states is not None
             assert np.array_equal(rows.states, wanted.states)
-    assert most == 21, "160 tokens, and the one that comes"
+    assert most == kept // 8
 
 
 def test_leaving_early_stops_the_threads() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.hidden_states import Bits
+from eagle_mlx.hidden_states import Bits, Example
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
@@ -241,17 +241,19 @@ class Batches:
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         import mlx.data as dx  # not at the top, so that `eagle-train --help` works without it
 
-        stream = (
-            dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
-            .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))
-            .batch(self._rows)
-            .to_stream()
-        )
+        ready: dict[int, list[Example] | None] = {}  # what was captured for rows that are not read yet
 
         def prepare(number: int) -> None:
-            pieces = (piece for row, _ in rows[number * self._rows : (number + 1) * self._rows] for piece in row)
-            self.samples.prepare(piece.sample for piece in pieces)
+            first = number * self._rows
+            for place in range(first, min(first + self._rows, len(rows))):
+                ready[place] = self.samples.prepare(piece.sample for piece in rows[place][0])
 
+        def read(sample: dict[str, Any]) -> dict[str, NDArray[Any]]:
+            place = int(sample["row"])
+            return self._read(*rows[place], ready.pop(place))
+
+        buffer = dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
+        stream = buffer.sample_transform(read).batch(self._rows).to_stream()
         with contextlib.closing(prefetch(iter(stream), 4, prepare)) as batches:
             for batch in batches:
                 states = batch["states"].view(np.uint16) if self.samples.has_states else None
@@ -266,9 +268,13 @@ class Batches:
     def _pack(self, lengths: Sequence[int], epoch: int, first: int) -> list[PackedBatch]:
         return batches_of(lengths, self._rows * self._world.size, self._length, self._seed, epoch, first)
 
-    def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
-        """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no 16-bit numbers."""
-        samples = [(self.samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
+    def _read(self, pieces: Row, width: int, ready: list[Example] | None) -> dict[str, NDArray[Any]]:
+        """Return one row for mlx-data, of examples that are `ready` or are read now.
+
+        Hidden states travel as bytes, since mlx-data has no 16-bit numbers.
+        """
+        examples = ready or [self.samples[piece.sample] for piece in pieces]
+        samples = [(example, slice(p.start, p.stop)) for example, p in zip(examples, pieces, strict=True)]
         row: dict[str, NDArray[Any]] = {
             "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
             "loss_mask": _joined([sample.loss_mask[at] for sample, at in samples], width),

@@ -41,21 +41,26 @@ class InMemory:
     def __getitem__(self, index: int) -> Example:
         return self._examples[index]
 
-    def prepare(self, indices: Iterable[int]) -> None:
-        """Capture the hidden states of examples that have none. Raises TargetError for NaN."""
-        if self._capture is None:
-            return
-        for index in indices:
-            if self._examples[index].states is None:
-                self._examples[index] = self._capture(index)
-                self._held += self.lengths[index]
-            self._used.pop(index, None)
-            self._used[index] = None
-            while self._held > self._kept and len(self._used) > 1:
-                oldest = next(iter(self._used))
-                del self._used[oldest]
-                self._examples[oldest] = replace(self._examples[oldest], states=None)
-                self._held -= self.lengths[oldest]
+    def prepare(self, indices: Iterable[int]) -> list[Example] | None:
+        """Return examples, and capture those that have no hidden states yet. None if any thread may read them later.
+
+        Raises TargetError for NaN.
+        """
+        return None if self._capture is None else [self._captured(index, self._capture) for index in indices]
+
+    def _captured(self, index: int, capture: Callable[[int], Example]) -> Example:
+        if self._examples[index].states is None:
+            self._examples[index] = capture(index)
+            self._held += self.lengths[index]
+        self._used.pop(index, None)
+        self._used[index] = None
+        example = self._examples[index]
+        while self._held > self._kept:
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            self._examples[oldest] = replace(self._examples[oldest], states=None)
+            self._held -= self.lengths[oldest]
+        return example
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often each token id occurs in the learned tokens, [V]."""
@@ -95,7 +100,7 @@ class OnDisk:
         return replace(example, states=example.states.of_layers(self._layers, self._last_layer))
 
     def prepare(self, indices: Iterable[int]) -> None:
-        """Do nothing: all have hidden states."""
+        """Return None: any thread may read them."""
 
     def where(self, index: int) -> str:
         reader, row = self._place(index)

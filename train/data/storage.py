@@ -48,7 +48,7 @@ Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
-_LEAST_KEPT = 32_768  # tokens: eight of the largest steps, since those of the next four are fetched ahead
+_LEAST_KEPT = 32_768  # tokens: eight of the largest steps; if so few fit, memory is not the place
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on disk",
