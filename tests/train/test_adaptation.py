@@ -62,7 +62,7 @@ SIZES = (
     "--eval-tokens",
     in_full("16", "8"),
 )
-LEARNS = ("--lr", "2e-2", "--max-steps", in_full("50", "30"))
+LEARNS = ("--lr", "2e-2", "--max-steps", in_full("200", "30"))
 STAYS = ("--lr", "1e-12", "--max-steps", "1")
 
 
