@@ -124,10 +124,6 @@ def message(rng: Random) -> str:
     return rng.choice(forms).format(**details(rng))
 
 
-def translation(rng: Random) -> str:
-    return f"Translate this message to French.\n\n{message(rng)}"
-
-
 def sql(rng: Random, form: str) -> str:
     return TABLES.format(question=form.format(**details(rng)))
 
@@ -135,7 +131,7 @@ def sql(rng: Random, form: str) -> str:
 ONLY: dict[str, Callable[[Random], str]] = {
     "extraction": lambda rng: EXTRACT.format(text=message(rng)),
     "sql": lambda rng: sql(rng, rng.choice(QUESTIONS)),
-    "translation": translation,
+    "translation": lambda rng: f"Translate this message to French.\n\n{message(rng)}",
 }
 """Kinds of prompts of which there can be any number."""
 

@@ -97,7 +97,7 @@ def reader(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 class Eye(nn.Module):
-    """The parts of the reader that learn."""
+    """The parts of the model that read pictures."""
 
     def __init__(self, model: Any):
         super().__init__()

@@ -48,7 +48,7 @@ Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
-_LEAST_KEPT = 32_768  # tokens: eight of the largest steps; if so few fit, memory is not the place
+_LEAST_KEPT = 32_768  # tokens that memory must hold to be chosen for states on demand: eight of the largest steps
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on disk",
@@ -62,7 +62,7 @@ class CacheChoice:
     size: int  # bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk
     text: str  # the estimate and the choice in one line
     kept: int = 0
-    """If the states are captured when they are learned: the tokens whose states are kept; 0 to capture all first."""
+    """The tokens whose states are kept, if each is captured on demand; 0 to capture all first."""
 
 
 def self_file(config: TrainConfig) -> Path:
