@@ -1,10 +1,12 @@
 """Random mutants: change one comparison, operator, constant or `min` of the code, and see whether its tests notice.
 
+    make test PYTEST_ARGS="-p tests.lines"
     python -m tests.mutants --seed 8 --count 300 --output out/mutants.jsonl
 
-Run it in a clean clone of its own: it writes each mutant into the file, and restores the file afterwards. A mutant is
-killed by the tests that are named after its file, that import it, or that `MORE` names, in at most `CPU_SECONDS`. Look
-at each survivor: it needs a test, or it changes nothing that matters.
+Run both in a clean clone of their own: the second writes each mutant into the file, and restores the file afterwards.
+The first records which test runs which line (`out/lines`), and takes half as long again as the tests alone. A mutant is
+killed by the tests that run its line, those that run the fewest lines first, in at most `CPU_SECONDS`. Look at each
+survivor: it needs a test, or it changes nothing that matters.
 """
 
 from __future__ import annotations
@@ -13,38 +15,27 @@ import argparse
 import ast
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-ROOT = Path(__file__).parents[1]
+from coverage import CoverageData
+
+from tests.lines import FOLDER, ROOT
+
 FOLDERS = (
     *(f"eagle_mlx/{name}" for name in ("decoding", "cache", "engine", "policy", "proposers", "heads", "formats")),
     *("train/step", "train/kinds", "data_pipelines/rendering.py", "serve/chat/parser.py"),
 )
-MORE = {
-    "eagle_mlx/cache": "cache cache_buffers prefix_cuts prefix_files kv_budget tree",
-    "eagle_mlx/decoding": "verify sampling filters tree processors noise",
-    "eagle_mlx/engine": "engine groups grouping schedule pauses kv_budget prefix failing_steps prompts_in_turns",
-    "eagle_mlx/engine/disk": "prefix_disk prefix_files prefix_identity",
-    "eagle_mlx/policy": "policy throughput_policy",
-    "eagle_mlx/proposers": "proposers hostile_proposers draft_model growth heads blocks penalized_drafts",
-    "eagle_mlx/heads": "heads heads_golden formats_kinds logits blocks blocks_golden peagle quantized_heads",
-    "eagle_mlx/formats": "formats formats_kinds formats_loaders formats_damage blocks_formats formats_torch",
-    "train/step": "step losses unroll block_kinds schedule guard",
-    "train/kinds": "kinds block_kinds linear_start unroll last_layers start",
-    "data_pipelines": "rendering rendering_tools rendering_shapes",
-    "serve/chat": "parser call_formats",
-}
-"""The tests of a folder, besides those of its files."""
 CPU_SECONDS = 120
-"""A mutant that loops for ever is killed, too."""
+"""What the tests of one mutant may take. Those that run the fewest lines of the project come first."""
 
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -73,7 +64,7 @@ class Mutant(NamedTuple):
     """A file with one change."""
 
     path: Path
-    line: int
+    lines: range
     before: str
     after: str
     source: str
@@ -85,7 +76,7 @@ class _Change(ast.NodeTransformer):
     def __init__(self, number: int = -1, rng: Random | None = None):
         self.number, self.rng = number, rng or Random(0)
         self.count = 0
-        self.line = 0
+        self.lines = range(0)
         self.before = ""
         self.after = ""
 
@@ -111,7 +102,7 @@ class _Change(ast.NodeTransformer):
     def _change(self, node: ast.AST) -> ast.AST:
         assert isinstance(node, ast.expr)
         self.count += 1
-        self.line, self.before = node.lineno, ast.unparse(node)
+        self.lines, self.before = range(node.lineno, (node.end_lineno or node.lineno) + 1), ast.unparse(node)
         node = self._other(node)
         self.after = ast.unparse(node)
         return node
@@ -165,7 +156,7 @@ def places(path: Path) -> int:
 def mutant(path: Path, number: int, rng: Random) -> Mutant:
     change = _Change(number, rng)
     tree = change.visit(ast.parse(path.read_text(encoding="utf-8")))
-    return Mutant(path, change.line, change.before, change.after, ast.unparse(ast.fix_missing_locations(tree)))
+    return Mutant(path, change.lines, change.before, change.after, ast.unparse(ast.fix_missing_locations(tree)))
 
 
 def sample(seed: int, count: int) -> Iterator[Mutant]:
@@ -179,19 +170,37 @@ def sample(seed: int, count: int) -> Iterator[Mutant]:
         yield mutant(path, number, rng)
 
 
-def tests_of(path: Path) -> list[str]:
-    """Return the test files of a module: those named after it, that import it, and those of its folder."""
-    stem = path.stem if path.stem != "__init__" else path.parent.name
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    pattern = re.compile(rf"\b{re.escape(module)}\b")
-    tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    named = [test for test in tests if test.stem.startswith(f"test_{stem}")]
-    importing = [test for test in tests if pattern.search(test.read_text(encoding="utf-8"))]
-    folder = path.parent
-    while folder.relative_to(ROOT).as_posix() not in MORE:
-        folder = folder.parent
-    names = {f"test_{name}" for name in MORE[folder.relative_to(ROOT).as_posix()].split()}
-    return list(dict.fromkeys(map(str, [*named, *importing, *(test for test in tests if test.stem in names)])))
+class Lines:
+    """Which tests run a line, as `tests/lines.py` recorded it."""
+
+    def __init__(self) -> None:
+        if not (files := sorted(FOLDER.glob("*.coverage"))):
+            raise SystemExit(f"{FOLDER} has no records. First run `make test PYTEST_ARGS='-p tests.lines'` here.")
+        self._data = CoverageData(no_disk=True)
+        for file in files:
+            data = CoverageData(str(file))
+            data.read()
+            self._data.update(data)
+        self._number = Counter[str]()
+        """How many lines a test runs."""
+        for path in self._data.measured_files():
+            for tests in self._data.contexts_by_lineno(path).values():
+                self._number.update(tests)
+
+    def tests_of(self, change: Mutant) -> list[str]:
+        """Return the tests that run a mutant's line, or any line of its file if only an import runs it."""
+        by_line = self._data.contexts_by_lineno(str(change.path))
+        tests = set[str]().union(*(by_line.get(line, ()) for line in change.lines)) - {""}
+        tests = tests or set[str]().union(*by_line.values()) - {""}
+        return sorted(tests, key=lambda test: (self._number[test], test))
+
+
+class _Enough:
+    """Ends a process in which no test failed within the time."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if time.process_time() > CPU_SECONDS and not report.failed:
+            os._exit(0)
 
 
 def is_killed(tests: list[str], log: Path) -> bool:
@@ -203,24 +212,25 @@ def is_killed(tests: list[str], log: Path) -> bool:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+        resource.setrlimit(resource.RLIMIT_CPU, (3 * CPU_SECONDS, 3 * CPU_SECONDS + 5))  # a loop without end
         for name in [name for name in sys.modules if name.split(".")[0] == "eagle_mlx" or name.startswith("tests.")]:
             del sys.modules[name]
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
+        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], [_Enough()])))
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    if code > 1 and code != 2:  # an error of pytest's own, such as a missing file
-        raise RuntimeError(f"pytest exited with {code}; see {log}")
-    return code != 0
+    if code in (0, 1, 2) or code < 0 or "ERROR collecting" in log.read_text(encoding="utf-8"):
+        return code != 0
+    raise RuntimeError(f"pytest exited with {code}; see {log}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--output", type=Path, default=ROOT / "out/mutants.jsonl", help="a line for each mutant")
+    told = "a line for each mutant; a run goes on after them"
+    parser.add_argument("--output", type=Path, default=ROOT / "out/mutants.jsonl", help=told)
     arguments = parser.parse_args()
     os.environ.update(OPENBLAS_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", MLX_DISABLE_COMPILE="1")
     sys.dont_write_bytecode = True
@@ -229,16 +239,17 @@ def main() -> None:
     import hypothesis, mlx_lm.utils, mlx_lm.models.qwen3, pytest, transformers  # noqa: E401, F401
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    counts = Counter[str]()
-    for change in sample(arguments.seed, arguments.count):
+    counts, lines = Counter[str](), Lines()
+    done = len(arguments.output.read_text(encoding="utf-8").splitlines()) if arguments.output.exists() else 0
+    for change in islice(sample(arguments.seed, arguments.count), done, None):
         original = change.path.read_bytes()
         change.path.write_text(change.source, encoding="utf-8")
         try:
-            verdict = "killed" if is_killed(tests_of(change.path), ROOT / "out/mutant.log") else "survived"
+            verdict = "killed" if is_killed(lines.tests_of(change), ROOT / "out/mutant.log") else "survived"
         finally:
             change.path.write_bytes(original)
         counts[verdict] += 1
-        place = f"{change.path.relative_to(ROOT)}:{change.line}"
+        place = f"{change.path.relative_to(ROOT)}:{change.lines[0]}"
         line = {"place": place, "verdict": verdict, "before": change.before, "after": change.after}
         with arguments.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
