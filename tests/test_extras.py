@@ -17,6 +17,7 @@ import pytest
 
 from eagle_mlx.extras import module_of, packages_of
 from eagle_mlx.train.report import write_plots
+from tests.full import in_turn
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -199,7 +200,7 @@ sys.exit(train())
 """
 
 
-@pytest.mark.parametrize("where", ["mlx", "mlx.core", "eagle_mlx.train.cli", "eagle_mlx.train.run"])
+@pytest.mark.parametrize("where", in_turn(["mlx", "mlx.core", "eagle_mlx.train.run", "eagle_mlx.train.cli"]))
 def test_a_command_that_is_interrupted_while_it_is_imported_says_so_in_one_line(where: str) -> None:
     ended = run(INTERRUPTED, where)
     assert ended.stderr == "interrupted\n"

@@ -18,6 +18,7 @@ from eagle_mlx.data_pipelines.conversation import COUNTED, HELDOUT_ONE_IN
 from eagle_mlx.data_pipelines.sources import reading, stdlib, tables
 from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
+from tests.full import in_full
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -145,7 +146,7 @@ def test_the_sides_of_a_file_are_disjoint_and_make_the_whole(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("count", "least"), [(2, 1), (3, 1), (4, 2), (25, 3), (50, 5), (99, 10), (499, 50), (600, 50)])
 def test_small_files_hold_out_at_least_one_conversation_in_ten_and_two(tmp_path: Path, count: int, least: int) -> None:
-    for sample in range(5):
+    for sample in range(in_full(5, 2)):
         rows = [json.dumps({"prompt": f"{sample}: {n}", "completion": f"{n}"}) for n in range(count)]
         spec = write(tmp_path / "x.jsonl", *rows)
         train, held_out = (read(spec, split=split) for split in ("train", "heldout"))

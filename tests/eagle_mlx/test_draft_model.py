@@ -23,7 +23,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Forward
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import length_of, randomize, tiny_target
-from tests.full import in_full, some
+from tests.full import diagonal, in_full, some
 
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
 CACHES = {"full": DRAFT}
@@ -116,8 +116,7 @@ def test_prompts_are_read_when_a_round_first_drafts_for_them(reads: list[tuple[e
     assert sum(count for model, count in reads if model is draft) >= 60
 
 
-@pytest.mark.parametrize("with_ngrams", [False, True])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("cache", "with_ngrams"), diagonal(CACHES, [False, True]))
 def test_a_cached_prefix_is_not_read_again(cache: str, with_ngrams: bool, reads: list[tuple[em.Target, int]]) -> None:
     draft, target, params = CACHES[cache], tiny_target(vocab=CACHES[cache].vocab_size), SamplingParams(max_tokens=12)
     proposer: Any = em.DraftModelProposer(draft)

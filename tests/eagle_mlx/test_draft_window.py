@@ -24,7 +24,7 @@ from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.heads import dflash, dspark, eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_target
-from tests.full import some
+from tests.full import diagonal, some
 
 TARGET = tiny_target(vocab=64)
 HEADS: dict[str, DraftHead] = {
@@ -213,8 +213,7 @@ def test_drafts_are_those_of_a_mask_over_the_whole_text(
         check_drafts(state, rows, window, int(rng.integers(1, 4)))
 
 
-@pytest.mark.parametrize("nodes", [0, 6, 14])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "nodes"), diagonal(HEADS, [0, 6, 14]))
 def test_a_window_larger_than_the_context_changes_no_bit(name: str, nodes: int) -> None:
     head, rng = HEADS[name], np.random.default_rng(0)
     texts, plan = [text_of(rng), text_of(rng)], Plan(3, nodes)

@@ -32,6 +32,7 @@ from eagle_mlx.target import fingerprint
 from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.fakes import EMBEDDED_TARGET, tiny_head, tiny_target, tiny_target_folder
+from tests.full import diagonal
 
 HEAD = {"config.json": b"{}", "model.safetensors": b"weights"}
 QWEN = "mlx-community/Qwen3-8B-4bit"
@@ -103,8 +104,13 @@ def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     assert heads[2].head == known_heads_for((QWEN,))[0].head
 
 
-@pytest.mark.parametrize("field", ["head", "names", "origin", "fingerprint", "acceptance_length", "prompts", "made_at"])
-@pytest.mark.parametrize("value", [["x"], {}, "x", None, [5], math.nan])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    diagonal(
+        ["head", "names", "origin", "fingerprint", "acceptance_length", "prompts", "made_at"],
+        [["x"], {}, "x", None, [5], math.nan],
+    ),
+)
 def test_a_damaged_record_does_not_stop_a_search(tmp_path: Path, registry: Path, field: str, value: Any) -> None:
     for name in ("good", "bad"):
         register(head_folder(tmp_path / name), QWEN, "trained", acceptance_length=2.0, prompts=80)

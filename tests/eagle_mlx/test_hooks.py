@@ -78,7 +78,7 @@ def use(target: em.Target) -> None:
         why_no_trees(target)
 
 
-@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=8))
+@pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=12))
 def test_mlx_lm_stays_as_it_is_and_a_model_becomes_what_it_was(name: str) -> None:
     model = tiny_model(name)
     before, model_before = attributes_of_mlx_lm(), attributes_of(model)

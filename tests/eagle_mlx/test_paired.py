@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from eagle_mlx.paired import Decoded, Gain, conversations_for, gain_of, t_quantile, tau, tau_interval
-from tests.full import in_full
+from tests.full import in_full, in_turn
 
 TRIALS = 200
-SIZES = (8, 20, 40)
+SIZES = in_turn((8, 20, 40))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from eagle_mlx.sampling_params import Drafter
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
-from tests.full import diagonal, in_full, some
+from tests.full import diagonal, in_full, in_turn, some
 from tests.grammars import END, Steps
 
 TARGET = tiny_target()
@@ -99,7 +99,7 @@ def test_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:
     assert again.tokens == first.tokens
 
 
-@pytest.mark.parametrize("chosen", [[None], [None, "ngrams", "model", "none"]])
+@pytest.mark.parametrize("chosen", in_turn([[None, "ngrams", "model", "none"], [None]]))
 def test_texts_without_a_seed_follow_the_target_despite_pauses(chosen: list[Drafter | None]) -> None:
     """Compared with an exact enumeration of two tokens. Rows of a batch choose what drafts, in turns."""
     target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)

@@ -23,7 +23,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.test_losslessness import DRAWS, FEW, Array, block_states, follows, misses
 from tests.fakes import tiny_target
-from tests.full import FULL, in_full
+from tests.full import FULL, diagonal, in_full
 
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 7, 8, 7, 8, 7], [100, 3]]
@@ -41,8 +41,7 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize(("changes", "rule"), diagonal(CHANGES, RULES))
 def test_a_target_that_drafts_for_itself_accepts_everything(changes: dict[str, Any], rule: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=24, **changes, **rule), SamplingParams(max_tokens=24, **rule)]
     engine = em.Engine(TARGET, em.DraftModelProposer(TARGET), policy=em.FixedPolicy(4))

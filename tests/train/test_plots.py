@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from eagle_mlx.train.report import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_comparison, write_plots
+from tests.full import in_turn
 
 
 def a_run(muon: bool = False) -> list[dict[str, Any]]:
@@ -29,7 +30,7 @@ def a_run(muon: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("muon", in_turn([True, False]))
 def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
     written = write_plots(a_run(muon), tmp_path)
     assert tuple(p.name for p in written) == PICTURES

@@ -28,6 +28,7 @@ from eagle_mlx.train.recipes import RECIPES, recipe_names
 from tests import hub_server
 from tests.architectures import tiny_model
 from tests.fakes import EMBEDDED_TARGET
+from tests.full import in_turn
 
 BILLIONS = {
     "gemma3-4b": 3.88,
@@ -67,7 +68,7 @@ def test_every_recipe_is_known() -> None:
     assert recipe_names() == sorted(BILLIONS)
 
 
-@pytest.mark.parametrize("name", sorted(BILLIONS))
+@pytest.mark.parametrize("name", in_turn(sorted(BILLIONS), of=3))
 def test_a_recipe_makes_a_plan(name: str) -> None:
     recipe = load_recipe(name)
     config = TrainConfig.of(**recipe.settings)

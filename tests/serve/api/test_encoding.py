@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle_mlx.serve.api import encoding
 from eagle_mlx.serve.api.encoding import Encoder
 from tests.fakes import embedded_tokenizer
-from tests.full import in_full
+from tests.full import in_full, in_turn
 
 PIECE = in_full(encoding.PIECE, encoding.PIECE // 8)
 """Shorter than the server's pieces, so that shorter texts have several."""
@@ -95,7 +95,7 @@ def tokenizer(request: pytest.FixtureRequest) -> TokenizerWrapper:
     return trained(request.param())
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", in_turn(TEXTS, of=3))
 def test_pieces_have_the_tokens_of_the_whole_text(tokenizer: TokenizerWrapper, name: str) -> None:
     text = TEXTS[name]
     assert len(text) >= 2 * PIECE
