@@ -19,6 +19,7 @@ FOLDER = ROOT / "out/lines"
 _coverage = Coverage(
     data_file=None, source=[str(ROOT / name) for name in ("eagle_mlx", "train", "serve", "data_pipelines")]
 )
+_coverage.set_option("run:relative_files", True)
 
 
 def pytest_sessionstart() -> None:

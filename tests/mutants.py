@@ -189,7 +189,7 @@ class Lines:
 
     def tests_of(self, change: Mutant) -> list[str]:
         """Return the tests that run a mutant's line, or any line of its file if only an import runs it."""
-        by_line = self._data.contexts_by_lineno(str(change.path))
+        by_line = self._data.contexts_by_lineno(change.path.relative_to(ROOT).as_posix())
         tests = set[str]().union(*(by_line.get(line, ()) for line in change.lines)) - {""}
         tests = tests or set[str]().union(*by_line.values()) - {""}
         return sorted(tests, key=lambda test: (self._number[test], test))

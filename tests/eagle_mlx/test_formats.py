@@ -227,6 +227,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ),
         ({"rope_parameters": {"sliding_attention": {}}}, "the RoPE parameters lack full_attention"),
         ({"rope_parameters": {"full_attention": None, "sliding_attention": {}}}, "lack full_attention"),
+        ({"rope_parameters": {"full_attention": FULL}, **TWO_KINDS}, "lack full_attention or sliding_attention"),
         ({"rope_parameters": BY_TYPE, **TWO_KINDS}, "RoPE parameters differ by type of layer"),
         ({"use_sliding_window": True}, "sliding_window is not given"),
         ({"layer_types": ["chunked_attention"]}, "layer_types name chunked_attention"),
