@@ -106,6 +106,19 @@ def draft_of(kind: str, last: mx.array, batch: SamplingBatch, position: mx.array
     return BlockDrafter(head, blocks[last], 2, last[:, None], batch, position).draft(Plan(2))
 
 
+@pytest.mark.parametrize("kind", ["chain", "dspark", "peagle"])
+def test_a_token_that_is_never_written_is_never_drafted(kind: str) -> None:
+    params = SamplingParams(temperature=1.0, logit_bias={3: -100.0})
+    processors = Processors.of(states(params, FEW, [0], []), VOCAB)
+    assert processors is not None
+    plain, last = SamplingBatch.of([params] * FEW, range(FEW)), mx.zeros((FEW,), mx.int32)
+    drafted = [
+        draft_of(kind, last, replace(plain, changes=changes), last).tokens
+        for changes in (None, processors.change_draft)
+    ]
+    assert [mx.any(tokens == 3).item() for tokens in drafted] == [True, False]
+
+
 def texts_of(kind: str, params: SamplingParams, rows: int, unchanged_q: bool = False) -> Array:
     """Decode texts [rows, LENGTH] in rounds of two drafts. `unchanged_q`: report q without the changes."""
     processors = Processors.of(states(params, rows, [0], []), VOCAB)

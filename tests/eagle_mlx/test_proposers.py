@@ -333,6 +333,11 @@ def test_ngram_without_prompt_lookup_ignores_the_prompt() -> None:
     looks, blind = (em.NgramProposer(prompt_lookup=on).open([prompt]) for on in (True, False))
     assert looks.draft(Plan(2), batch, mx.array([5])).tokens.tolist() == [[3, 1]]
     assert blind.draft(Plan(2), batch, mx.array([5])).lengths.tolist() == [0]
+    [row] = em.NgramProposer(min_ngram=1, prompt_lookup=False).open([[1, 2]]).rows
+    row.extend([3, 1])
+    assert not row.match
+    row.extend([2])
+    assert row.match[:2] == [3, 1], "the last token of the prompt is read"
 
 
 def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
