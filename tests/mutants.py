@@ -34,7 +34,7 @@ FOLDERS = (
     *(f"eagle_mlx/{name}" for name in ("decoding", "cache", "engine", "policy", "proposers", "heads", "formats")),
     *("train/step", "train/kinds", "data_pipelines/rendering.py", "serve/chat/parser.py"),
 )
-CPU_SECONDS = 120
+CPU_SECONDS = 90
 """What the tests of one mutant may take. Those that run the fewest lines of the project come first."""
 
 _OTHER: dict[type[ast.AST], type[ast.AST]] = {
@@ -212,7 +212,7 @@ def is_killed(tests: list[str], log: Path) -> bool:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (3 * CPU_SECONDS, 3 * CPU_SECONDS + 5))  # a loop without end
+        resource.setrlimit(resource.RLIMIT_CPU, (2 * CPU_SECONDS, 2 * CPU_SECONDS + 5))  # a loop without end
         for name in [name for name in sys.modules if name.split(".")[0] == "eagle_mlx" or name.startswith("tests.")]:
             del sys.modules[name]
         import pytest
