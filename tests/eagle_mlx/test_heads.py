@@ -48,6 +48,11 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     assert sum(output.drafted for output in outputs) > 50
 
 
+def test_only_mtp_heads_with_the_targets_embedding_read_those_of_images() -> None:
+    readers = {name for name in HEADS if "mtp" in name} - {"mtp, own ends"}
+    assert {name for name, head in HEADS.items() if head.reads_images} == readers
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
     """Rows of different lengths, with a second round after a partly accepted one, against the whole sequence."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.proposers import suffixes
-from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
+from eagle_mlx.proposers.suffixes import PLACES, REACH, Texts, last_of, likeliest
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -112,3 +112,13 @@ def test_drafts_end_where_places_disagree() -> None:
     assert likeliest([[0, 5]]) == []  # a text ended there
     assert likeliest([[2]] * 3 + [[3, 4]] * 2, written={2}) == [2, 3], "what the own text has counts twice"
     assert likeliest([]) == []
+
+
+@pytest.mark.parametrize("tail", [2, 1000])
+def test_no_more_places_are_looked_at_however_many_there_are(tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffixes, "TAIL", tail)
+    texts = Texts()
+    for _ in range(3 * PLACES):
+        texts.add([1, 2])
+        texts.end()
+    assert len(texts.followers(last_of([1]))) == PLACES
