@@ -65,6 +65,17 @@ def test_the_states_are_those_of_a_forward_over_the_text(kind: str, max_batch: i
     assert not examples
 
 
+def test_prompts_that_are_read_together_keep_their_own_last_positions(target: Target) -> None:
+    head = heads.ALL["eagle3.1"](target)
+    collector = collector_for(target, head, context=4)
+    outputs = engine_with(target, collector, head, max_batch=3).generate(PROMPTS, em.SamplingParams(max_tokens=8))
+    texts = [[*prompt, *output.tokens] for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    kept = {(*prompt[-4:], *text[len(prompt) :]): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+    for example in collector.take():
+        check(example, target, head.named_layers, kept.pop(tuple(example.tokens.tolist())))
+    assert not kept
+
+
 def test_the_states_of_a_prompt_are_bit_equal_to_a_forward_of_its_shape(target: Target) -> None:
     layers, prompt = (0, 2, 3), list(range(10, 40))
     collector = Collector(layers[:-1], layers[-1], 1 << 20)
