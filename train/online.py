@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.base import DRAFT_WINDOW
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.hidden_states import Example
@@ -19,7 +20,7 @@ from eagle_mlx.target import Target
 from .config import TrainConfig, file_type
 from .data import InMemory, Rows, TrainData
 from .data.examples import draft_vocabulary
-from .kinds import LARGEST_STEP, Head, aux_layers_of, kind_of, resolve
+from .kinds import LARGEST_STEP, Head, aux_layers_of, kind_of, merged, resolve
 from .run.start import new_head, to_train
 from .step import Stepper
 
@@ -56,6 +57,7 @@ class OnlineTrainer:
         self._config = resolve(given, target.hidden_size)
         kind_of(head).mismatches(head, self._config)  # refuses heads that cannot be trained
         self._target, self._head = target, to_train(head, target, self._config)
+        self._before = None if is_new else weights_of(merged(self._head))
         self._stepper = Stepper(self._head, target, self._config)
         self._rng = np.random.default_rng(seed)
         self.steps = self.tokens = 0
@@ -95,9 +97,16 @@ class OnlineTrainer:
         start = first + int(self._rng.integers(max(1, len(example) - LENGTH - first + 1)))
         return slice(start, start + LENGTH)
 
+    def took_over(self) -> None:
+        """Say that the head as it would be saved serves from now on."""
+        if self._before is not None:
+            self._before = weights_of(merged(self._head, self._before))
+
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Write the head over `folder`. Raises OutputError."""
+        """Write the head over `folder`: unless it was new, the mean of the learned weights and those that serve, which
+        forgets less (`merged`). Raises OutputError."""
+        head = merged(self._head, self._before)
         about = {**extra, "step": self.steps, "tokens": self.tokens}
-        if self._head.draft_window is not None:
-            about[DRAFT_WINDOW] = self._head.draft_window
-        kind_of(self._head).save(self._head, folder, public_name(self._target.name), about, file_type(self._config))
+        if head.draft_window is not None:
+            about[DRAFT_WINDOW] = head.draft_window
+        kind_of(head).save(head, folder, public_name(self._target.name), about, file_type(self._config))

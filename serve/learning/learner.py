@@ -1,4 +1,4 @@
-"""The learner: a copy of the serving head learns from collected texts, and takes over if it drafts better.
+"""The learner: a copy of the serving head learns from collected texts; their mean takes over if it drafts better.
 
 Its work is cut into pieces of about a training step, which the engine's thread does between steps (`Learner.work`).
 """
@@ -254,6 +254,7 @@ class Learner:
             former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
             self.versions.take_over(took)
             self._exchange(candidate)
+            trainer.took_over()
             self._former, self._rarity = former, 1
         else:
             self.versions.note(replace(took, outcome="not better", version=self.versions.serving))

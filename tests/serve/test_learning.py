@@ -110,7 +110,7 @@ def world(target: Target, head: Path | None, folder: Path, **settings: Any) -> I
 def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"CYCLE_TOKENS": 300, "PASSES": in_full(18, 12), "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
+    for name, value in {"CYCLE_TOKENS": 300, "PASSES": in_full(18, 16), "LEAST_JUDGED": 12, "MOST_JUDGED": 24}.items():
         monkeypatch.setattr(learning, name, value)
     monkeypatch.setattr("eagle_mlx.serve.learning.texts.HELD_OUT", 3)
     target, head = tiny_target(layers=3, vocab=32), tmp_path / "head"

@@ -56,6 +56,24 @@ def test_a_trained_head_takes_a_third_of_a_new_ones_steps(target: Target) -> Non
     assert moved[1] == pytest.approx(3 * moved[0], rel=0.01)
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_the_mean_of_the_serving_and_the_learned_weights_is_saved(is_new: bool, target: Target, tmp_path: Path) -> None:
+    """After it took over, it is what serves. A new head has nothing to forget."""
+    head = ALL["eagle3.1"](target)
+    head.attach(target)
+    serving = np.array(head.fc.weight)
+    examples = list(capture(target, head.named_layers, conversations(target)))
+    trainer = OnlineTrainer(head, target, is_new=is_new)
+    for _ in range(2):
+        trainer.step(examples[:ROWS], 500.0)
+        trainer.save(tmp_path / "head", {})
+        saved, learned = np.array(load_head(tmp_path / "head", target).fc.weight), np.array(head.fc.weight)
+        assert abs(learned - serving).mean() > 0.01
+        np.testing.assert_allclose(saved, learned if is_new else (serving + learned) / 2, rtol=0.01, atol=1e-3)
+        trainer.took_over()
+        serving = saved
+
+
 def test_a_head_that_cannot_be_trained_is_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="the serving head .* cannot be trained"):
         OnlineTrainer(dspark(target, markov_head="rnn", first_slot_drafts=False), target)
