@@ -275,6 +275,8 @@ def test_a_served_model_thinks_calls_a_tool_and_reads_only_the_new_turn(root: Pa
         second = answered(server, turns, tools=[WEATHER], **short)
         usage = second["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 16
+        other = answered(server, [{"role": "user", "content": "Who are you?"}], tools=[WEATHER], max_tokens=1)["usage"]
+        assert other["prompt_tokens_details"]["cached_tokens"] > 0.8 * other["prompt_tokens"], "the tools are shared"
         for call in message["tool_calls"]:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         prompt = prompt_of(target, turns, tools=[WEATHER], enable_thinking=False)
