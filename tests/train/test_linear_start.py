@@ -191,7 +191,7 @@ def test_factors_are_the_nearest_of_their_rank(seed: int, rows: int, columns: in
     assert np.linalg.norm(matrix - left @ right_side) == pytest.approx(np.linalg.norm(lost), abs=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "scale"), diagonal(["dspark", "dflash", "dflash2"], [20.0, 1.0]))
+@pytest.mark.parametrize(("kind", "scale"), diagonal(["dspark", "dflash", "dflash2"], [1.0, 20.0]))
 def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) -> None:
     """A slot's embedding stays in the residual, but it must not outweigh the feature if embeddings are large."""
     model: Any = tiny_target().model
