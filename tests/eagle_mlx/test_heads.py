@@ -14,7 +14,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.eagle3 import PEagleHead
+from eagle_mlx.heads.eagle3 import PEagleHead, default_aux_layers
 from eagle_mlx.heads.mtp import MTPConfig
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
@@ -46,6 +46,12 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.tokens for output in outputs] == alone()
     assert sum(output.drafted for output in outputs) > 50
+
+
+@pytest.mark.parametrize(("layers", "ids"), [(5, (0, 2, 4)), (6, (1, 2, 2)), (12, (1, 5, 8)), (32, (1, 15, 28))])
+def test_the_default_layers_are_those_of_the_fields_trainers(layers: int, ids: tuple[int, ...]) -> None:
+    """Down to the fewest for which theirs exist, even if two are the same."""
+    assert default_aux_layers(layers) == ids
 
 
 def test_only_mtp_heads_with_the_targets_embedding_read_those_of_images() -> None:
