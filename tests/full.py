@@ -1,7 +1,8 @@
 """Reduce `make test-full` to `make test`: fewer cases of the same properties.
 
-`make test` still uses every value of every parameter. In it, MLX compiles kernels only if a test asks for it
-(`compiled`), since g++ takes a second for each, and commands try heads on 8 tokens (tests/conftest.py).
+`make test` uses every value of most parameters (`mixed`, `diagonal`), and some of the others (`in_turn`). In it, MLX
+compiles kernels only if a test asks for it (`compiled`), since g++ takes a second for each, and commands try heads on 8
+tokens (tests/conftest.py).
 
 `EAGLE_FULL=1 pytest tests/...` runs any test in full.
 """

@@ -98,7 +98,7 @@ class OnlineTrainer:
         return slice(start, start + LENGTH)
 
     def took_over(self) -> None:
-        """Say that the head as it would be saved serves from now on."""
+        """Take later means with the head that was just saved, because it serves now."""
         if self._before is not None:
             self._before = weights_of(merged(self._head, self._before))
 

@@ -240,7 +240,7 @@ class Learner:
         return [self.texts.read(text) for text in chosen]
 
     def _challenge(self, trainer: OnlineTrainer) -> Iterator[None]:
-        """Judge the copy, and let it take over by the verdict alone."""
+        """Judge the mean of the copy and what serves, and let it take over by the verdict alone."""
         shutil.rmtree(self.versions.candidate, ignore_errors=True)
         trainer.save(self.versions.candidate, {"learned": "from requests"})
         yield

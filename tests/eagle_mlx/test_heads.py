@@ -50,7 +50,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.parametrize(("layers", "ids"), [(5, (0, 2, 4)), (6, (1, 2, 2)), (12, (1, 5, 8)), (32, (1, 15, 28))])
 def test_the_default_layers_are_those_of_the_fields_trainers(layers: int, ids: tuple[int, ...]) -> None:
-    """Down to the fewest for which theirs exist, even if two are the same."""
+    """Even if two are the same. For fewer than six, they are our own."""
     assert default_aux_layers(layers) == ids
 
 

@@ -241,7 +241,7 @@ class Batches:
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         import mlx.data as dx  # not at the top, so that `eagle-train --help` works without it
 
-        ready: dict[int, list[Example] | None] = {}  # what was captured for rows that are not read yet
+        ready: dict[int, list[Example] | None] = {}  # examples captured for rows that are not read yet
 
         def prepare(number: int) -> None:
             first = number * self._rows

@@ -26,8 +26,8 @@ class InMemory:
     def __init__(
         self, examples: Sequence[Example], capture: Callable[[int], Example] | None = None, kept: float = math.inf
     ):
-        """capture: returns the example of an index with its hidden states, if the examples have none yet. kept: tokens
-        whose states are kept, those used last."""
+        """capture: returns the example of an index with its hidden states, if the examples have none yet. kept: the
+        most tokens with captured states in memory; the states that were used last stay."""
         self._examples, self._capture = list(examples), capture
         self._kept, self._held = kept, 0
         self._used: dict[int, None] = {}  # the examples with captured states, those used last at the end

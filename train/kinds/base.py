@@ -278,8 +278,8 @@ def choose_trained(head: Head, config: TrainSettings) -> None:
 def merged(head: Head, before: Mapping[str, mx.array] | None = None) -> Head:
     """Return the head with its low-rank additions added to its matrices; the same object if there is nothing to do.
 
-    before: weights that an adapted head had. The result has the mean of both, which keeps most of what was learned and
-    forgets less (Wortsman et al. 2022, Robust fine-tuning of zero-shot models, arXiv 2109.01903).
+    before: the weights that it had before it learned. The result has the mean of both, which keeps most of what was
+    learned and forgets less (Wortsman et al. 2022, Robust fine-tuning of zero-shot models, arXiv 2109.01903).
     """
     adapted = {path: part for path, part in head.named_modules() if isinstance(part, LoRALinear)}
     if not adapted and before is None:
