@@ -67,10 +67,8 @@ class _Call:
 
         def output_at(outputs: Sequence[mx.array], number: int) -> mx.array | None:
             """Return a position's part of a projection: a slice of [B, L, n], or the output of a separate call."""
-            count, over = divmod(len(outputs), self.width)
-            one_by_one = not over and all(x.ndim == 2 and x.shape[0] == self.rows for x in outputs)
-            if one_by_one:
-                return outputs[step * count + number] if number < count else None
+            if len(outputs) == self.width and all(x.ndim == 2 for x in outputs):
+                return outputs[step]
             if number >= len(outputs) or outputs[number].ndim != 3 or outputs[number].shape[1] != self.width:
                 return None
             return outputs[number][:, step : step + 1]

@@ -175,15 +175,11 @@ class Admission:
             self.waiting.append(request)
 
     def _outgrown(self, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
-        """Return the rows to pause so that the others fit into memory at their current lengths."""
-        together, gone = [*groups, *self.side_by_side], list[RequestState]()
-        while self.budget.used(together) > self.budget.nbytes and len(self.budget.admitted) > len(gone) + 1:
-            victim = _newest(self._pausable(gone), self._held(gone))
-            if victim is None:
-                break
-            gone.append(victim)
-            together = [[row for row in group if row not in gone] for group in together]
-        return gone
+        """Return a row to pause if all do not fit into memory at their current lengths. A step asks until they do."""
+        if self.budget.used([*groups, *self.side_by_side]) <= self.budget.nbytes or len(self.budget.admitted) < 2:
+            return []
+        victim = _newest(self._pausable(), self._held())
+        return [] if victim is None else [victim]
 
     def _in_the_way(self, room: int) -> list[RequestState]:
         """Return the rows to pause so that the next request can join; none if that is unnecessary or not enough."""

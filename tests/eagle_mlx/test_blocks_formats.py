@@ -91,6 +91,14 @@ def test_what_a_layout_cannot_say_is_refused(layout: tuple[str, str], name: str,
     assert not (tmp_path / "h").exists()
 
 
+@pytest.mark.parametrize("layout", [("dflash", "dflash"), ("dspark", "specforge")])
+def test_a_mixture_of_layers_that_no_field_can_name_is_not_written(layout: tuple[str, str], tmp_path: Path) -> None:
+    head = (dflash if layout[0] == "dflash" else dspark)(TARGET, windows=(6, None), causal=(False, True))
+    with pytest.raises(ConfigError, match="a mixture of causal and other layers"):
+        LAYOUTS[layout].save(head, tmp_path / "h", target_name="tiny", dtype=mx.float16)
+    assert not (tmp_path / "h").exists()
+
+
 FULL = "dflash-full"
 SPARK = "speculators-dspark-vanilla"
 REFUSED = [

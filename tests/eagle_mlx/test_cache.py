@@ -70,7 +70,8 @@ step = st.tuples(
 
 
 @pytest.mark.parametrize(
-    ("name", "examples"), [("qwen3", 25), ("gemma3_text", 5), ("lfm2", 10), ("falcon_h1", 5), ("rwkv7", 5)]
+    ("name", "examples"),
+    [("qwen3", 25), ("gemma3_text", 5), ("lfm2", 10), ("falcon_h1", 5), ("rwkv7", 5), ("mamba", 5)],
 )
 def test_rows_equal_fresh_runs_after_any_history(name: str, examples: int) -> None:
     target = target_of(name)
@@ -128,6 +129,22 @@ def test_empty_rows_join_and_leave(name: str, leaving: int) -> None:
     cache.append(other)
     texts += [[], []]
     run(cache, texts, [[7, 1], [9, 1], [11, 1], [3, 1], [5, 1]], [1, 2, 1, 2, 1], True, target)
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "mamba"])
+def test_rows_that_read_nothing_keep_their_state(name: str) -> None:
+    target, texts = target_of(name), [[], [], []]
+    cache = RaggedCache.of(target.model, 3)
+    for counts in ((2, 0, 1), (0, 3, 1), (1, 0, 0), (0, 2, 2), (1, 1, 1)):
+        width, before = max(counts), cache.save()
+        pieces = [[7 * row + len(text) + at for at in range(width)] for row, text in enumerate(texts)]
+        logits = np.array(target.forward(mx.array(pieces), cache).logits)
+        cache.advance_some(mx.array(counts, mx.int32), width, before)
+        for text, piece, count, out in zip(texts, pieces, counts, logits, strict=True):
+            text += piece[:count]
+            if count:
+                np.testing.assert_allclose(out[count - 1], fresh_logits(text, target), rtol=1e-3, atol=1e-3)
+        cache.sync([len(text) for text in texts])
 
 
 @pytest.mark.parametrize("rows", [1, 3])

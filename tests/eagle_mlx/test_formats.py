@@ -247,6 +247,13 @@ def test_configs_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], me
         load_head(tmp_path / "h")
 
 
+def test_fields_that_change_nothing_are_taken(tmp_path: Path) -> None:
+    saved(tmp_path / "h")
+    same = {"logit_scale": 1.0, "partial_rotary_factor": 1.0, "parallel_draft_step": 1, "parallel_drafting": False}
+    reconfigure(tmp_path / "h", **same, hidden_act="swish", eagle_aux_injection_mode="fused_fc", is_causal=True)
+    load_head(tmp_path / "h")
+
+
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
     saved(tmp_path / "h")
     weights = tmp_path / "h" / "model.safetensors"

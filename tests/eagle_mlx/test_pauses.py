@@ -302,6 +302,37 @@ def test_a_step_that_fails_leaves_paused_requests_alone() -> None:
     assert rows[1].tokens == alone.tokens
 
 
+def test_a_request_pauses_once_each_time_it_is_asked() -> None:
+    engine = em.Engine(TARGET)
+    rows = [engine.prepare(prompt, replace(OPEN, max_tokens=20)) for prompt in PROMPTS[:2]]
+    for row in rows:
+        engine.submit(row)
+    while len(rows[0].tokens) < 5:
+        engine.step()
+    engine.pause(rows[0])
+    while not engine.idle:
+        engine.step()
+    assert engine.pauses == 1
+
+
+def test_a_step_pauses_as_many_rows_as_do_not_fit() -> None:
+    with steps_of(8):
+        engine = em.Engine(TARGET, max_batch=6)
+        rows = [engine.prepare(PROMPTS[0], replace(OPEN, max_tokens=40)) for _ in range(6)]
+        for row in rows:
+            engine.submit(row)
+        while engine.active < 6:
+            engine.step()
+        engine.kv_budget.nbytes = engine.snapshot().kv_used // 2
+        while not engine.pauses:
+            engine.step()
+        assert engine.pauses > 1
+        assert engine.snapshot().kv_used <= engine.kv_budget.nbytes
+        while not engine.idle:
+            engine.step()
+    assert {len(row.tokens) for row in rows} == {40}
+
+
 @pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
 def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -> None:
     target = short()

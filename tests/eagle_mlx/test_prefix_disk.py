@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -447,11 +448,16 @@ def test_a_proposer_with_unknown_state_is_refused_at_the_start(tmp_path: Path) -
         DiskTier(tmp_path, MANY, which, Foreign())  # type: ignore[arg-type]
 
 
-def test_by_default_the_limit_is_a_share_of_the_disk(tmp_path: Path) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    limit = default_bytes(tmp_path / "not" / "there")
-    assert 0 < limit <= usage.total // 10
-    assert limit <= usage.free
+@pytest.mark.parametrize(("free", "limit"), [(900, 100), (180, 100), (100, 70), (0, 20)])
+def test_by_default_the_limit_is_a_tenth_of_the_disk_or_half_of_what_is_free(
+    tmp_path: Path, free: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's own files count as free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=1000, free=free))
+    assert default_bytes(tmp_path / "not" / "there") == min(100, free // 2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "one.prefix").write_bytes(bytes(40))
+    assert default_bytes(tmp_path) == limit
 
 
 SICK = 95
