@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,13 @@ def test_fields_that_change_nothing_are_taken(tmp_path: Path) -> None:
     same = {"logit_scale": 1.0, "partial_rotary_factor": 1.0, "parallel_draft_step": 1, "parallel_drafting": False}
     reconfigure(tmp_path / "h", **same, hidden_act="swish", eagle_aux_injection_mode="fused_fc", is_causal=True)
     load_head(tmp_path / "h")
+
+
+def test_attention_heads_have_the_hidden_size_between_them_unless_told(tmp_path: Path) -> None:
+    config = replace(tiny_head(tiny_target()).config, head_dim=8)
+    save_eagle3(Eagle3Head(config), tmp_path / "h", target_name="tiny")
+    reconfigure(tmp_path / "h", head_dim="gone")
+    assert load_head(tmp_path / "h").config.head_dim == 8
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.proposers.memory import fitted
 from eagle_mlx.proposers.memory_file import MemoryFile
-from eagle_mlx.proposers.suffixes import REACH, last_of
+from eagle_mlx.proposers.suffixes import REACH, TOKEN_BYTES, last_of
 from tests.disk_tier import said_of
 from tests.fakes import tiny_target
 from tests.full import in_full
@@ -71,6 +72,15 @@ def test_servers_that_share_a_folder_keep_the_texts_of_each_other(tmp_path: Path
     assert all(remembered(tmp_path))
     write(tmp_path, [[4, 5, 6]])
     assert first_file.path.stat().st_size <= size + 100  # no text is there twice
+
+
+@pytest.mark.parametrize(("room", "kept"), [(11, [9, 2]), (10, [6, 2]), (7, [2, 2]), (3, [2]), (0, [])])
+def test_as_many_of_the_newest_texts_stay_as_fit(room: int, kept: list[int]) -> None:
+    """The namespace with the most loses first."""
+    texts = {"own": np.array([5, 6, 0, 7, 8, 9, 0, 3, 0], np.uint32), "others": np.array([4, 0], np.uint32)}
+    left = fitted(texts, TOKEN_BYTES * room)
+    assert sorted(map(len, left.values()), reverse=True) == kept
+    assert all(tokens.tolist() == texts[name][-len(tokens) :].tolist() for name, tokens in left.items())
 
 
 def test_the_newest_texts_fit_a_smaller_memory(tmp_path: Path) -> None:

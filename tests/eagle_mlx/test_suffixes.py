@@ -91,6 +91,22 @@ def test_texts_take_about_eight_bytes_a_token(vocab: int) -> None:
     assert texts.nbytes <= 8.1 * 216 * 100
 
 
+def test_the_oldest_tokens_are_forgotten_first() -> None:
+    texts, rng, added = Texts(), np.random.default_rng(0), list[int]()
+    for _ in range(20):
+        text = rng.integers(0, 50_000, 1000).tolist()
+        texts.add(text)
+        texts.end()
+        added += [*(token + 1 for token in text), 0]
+    before = len(added) + 1
+    while texts.nbytes:
+        tokens = texts.tokens.tolist()
+        assert tokens == added[len(added) - len(tokens) :]
+        assert len(tokens) < before
+        before = len(tokens)
+        texts.forget()
+
+
 def test_a_lookup_looks_at_few_places_and_blocks() -> None:
     texts = Texts()
     for _ in range(300):
