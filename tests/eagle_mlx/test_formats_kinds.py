@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from transformers import Qwen3Config
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
 from eagle_mlx.formats.tensors import HeadFolder, read_tensors, weights_of
@@ -84,6 +85,15 @@ def test_the_round_trip_through_speculators_is_exact(name: str, tmp_path: Path) 
     assert load_head(tmp_path / "p").config == head.config
     change(tmp_path / "s", None, eagle_mlx={})
     assert load_head(tmp_path / "s").config.own_embedding
+
+
+def test_speculators_reads_the_windows_of_a_layer_like_qwen3s(tmp_path: Path) -> None:
+    head = eagle3(TARGET, qk_norm=True, windows=(8, 8), num_hidden_layers=2)
+    head.attach(TARGET)
+    save_speculators(head, tmp_path / "s", base_model="org/model", target_architectures=["Qwen3ForCausalLM"])
+    layers = Qwen3Config(**json.loads((tmp_path / "s" / "config.json").read_text())["transformer_layer_config"])
+    assert (layers.sliding_window, layers.layer_types) == (8, ["sliding_attention"] * 2)
+    assert load_head(tmp_path / "s", TARGET).config == head.config
 
 
 @pytest.mark.parametrize(
