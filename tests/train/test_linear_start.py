@@ -191,6 +191,15 @@ def test_factors_are_the_nearest_of_their_rank(seed: int, rows: int, columns: in
     assert np.linalg.norm(matrix - left @ right_side) == pytest.approx(np.linalg.norm(lost), abs=1e-4)
 
 
+def test_mask_tokens_begin_with_the_mean_of_what_the_head_reads(target: Target, samples: list[Example]) -> None:
+    """One in ten samples judges and is not in the mean."""
+    head = started(target, samples[:20], head="peagle")
+    states = [from_16_bits(sample.states.features)[None].astype(mx.float32) for sample in samples[:20]]
+    read = mx.concatenate([head.read(list(mx.split(aux, 3, axis=-1)))[0, :-1] for aux in states])
+    off, spread = mx.abs(head.mask_hidden[0, 0] - read.mean(axis=0)), read.max(axis=0) - read.min(axis=0)
+    assert mx.all(off < 0.05 * spread)
+
+
 @pytest.mark.parametrize(("kind", "scale"), diagonal(["dspark", "dflash", "dflash2"], [1.0, 20.0]))
 def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) -> None:
     """A slot's embedding stays in the residual, but it must not outweigh the feature if embeddings are large."""
