@@ -50,6 +50,11 @@ def speeds(
     return np.array(rates)
 
 
+def test_a_limit_of_nodes_allows_a_tree_and_not_a_chain() -> None:
+    assert all(Plan(levels_for(nodes), nodes).is_tree for nodes in range(2, 65))
+    assert all(ThroughputPolicy(max_nodes=nodes).wants_trees for nodes in range(2, 65))
+
+
 USELESS: list[dict[str, Any]] = [
     {"chance": 0.0, "can": EARLY_EXITS},
     {"chance": 0.0, "can": ALL},
