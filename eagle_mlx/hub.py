@@ -20,6 +20,8 @@ DEFAULT_OWNER = "mlx-community"
 _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md")
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
 """Further copies of the weights, in the layouts of Mistral and Meta and in subfolders."""
+WEIGHTS = "[!.]*.safetensors"
+"""A folder's weights. On disks like exFAT, macOS adds files such as `._model.safetensors`, which hold none."""
 _TORCH = "pytorch_model*.bin"
 CERTIFICATE = "certificate.json"
 """A head's certificate in its folder, which `eagle-heads certify` writes."""
@@ -68,7 +70,7 @@ def fetch(repo: str, name: str, code: bool = False) -> Path:
     with _asking(repo, name, f"{name} is not a local folder, {repo}"):
         download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
         fetched = Path(download(allow_patterns=wanted))
-        return fetched if any(fetched.glob("*.safetensors")) else Path(download(allow_patterns=[*wanted, _TORCH]))
+        return fetched if any(fetched.glob(WEIGHTS)) else Path(download(allow_patterns=[*wanted, _TORCH]))
 
 
 def cached(repo: str) -> Path | None:
@@ -80,7 +82,7 @@ def cached(repo: str) -> Path | None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return a folder's safetensors files, or its PyTorch files if it has no others."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH))
+    return sorted(folder.glob(WEIGHTS)) or sorted(folder.glob(_TORCH))
 
 
 @cache
@@ -205,7 +207,7 @@ def public_name(name: str | Path) -> str:
 
 def why_damaged(place: Path, otherwise: str) -> str:
     """Explain why a file or folder of weights cannot be read: as a Git LFS pointer, or with the reason `otherwise`."""
-    for file in sorted(place.glob("*.safetensors")) if place.is_dir() else [place]:
+    for file in sorted(place.glob(WEIGHTS)) if place.is_dir() else [place]:
         with suppress(OSError), file.open("rb") as opened:
             if opened.read(len(_POINTER)) == _POINTER:
                 return f"{file} is a Git LFS pointer and not the weights; type git lfs pull in {file.parent}"

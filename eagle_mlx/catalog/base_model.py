@@ -83,7 +83,7 @@ def base_model_of(target: str) -> str | None:
     folder = hub.resolve(target)
     if "quantization" in read_config(folder):
         return _named_by(_card(target, folder))
-    written: list[Any] = [mx.load(str(file), return_metadata=True) for file in folder.glob("*.safetensors")]
+    written: list[Any] = [mx.load(str(file), return_metadata=True) for file in folder.glob(hub.WEIGHTS)]
     by_mlx = any(metadata.get("format") == "mlx" for _, metadata in written)
     return target if hub.full_id(target) and not by_mlx else None
 

@@ -195,7 +195,7 @@ def check_files(config: LoadConfig) -> None:
     for folder in _folders(config):
         if not hub.weight_files(folder):
             raise TargetError(f"{folder} has no weights; download or create them again")
-        for file in folder.glob("*.safetensors"):
+        for file in folder.glob(hub.WEIGHTS):
             check_length(file)
     load_target(config, lazy=True)
     if config.speculation.draft_model is not None:

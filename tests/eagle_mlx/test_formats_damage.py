@@ -10,10 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import ModelCard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx import heads
+from eagle_mlx.catalog.base_model import base_model_of
 from eagle_mlx.errors import CheckpointError, EagleError, TargetError
 from eagle_mlx.formats.mtp_layers import has_mtp_layer
 from eagle_mlx.formats.tensors import read_tensors
@@ -22,7 +24,12 @@ from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model, save_mtp
+from eagle_mlx.hub import weights_digest
+from eagle_mlx.serve.api.loader import check_files
+from eagle_mlx.serve.api.options import LoadConfig
+from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
+from eagle_mlx.train.publish.bundle import read_source, write_bundle
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.eagle_mlx.heads import BLOCKS, KINDS, PARALLEL, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder
@@ -273,6 +280,20 @@ def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
         file.write_text(POINTER)
     with pytest.raises(TargetError, match=reason):
         load_target(target)
+
+
+def test_files_that_macos_adds_beside_weights_are_ignored(tmp_path: Path) -> None:
+    """On disks without extended attributes, such as exFAT, it keeps them in files named `._model.safetensors`."""
+    head, target = saved(tmp_path / "head"), tiny_target_folder(tmp_path / "target")
+    digest = weights_digest(head)
+    for folder in (head, target):
+        (folder / "._model.safetensors").write_bytes(b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X" + bytes(80))
+    load_head(head, TARGET)
+    assert weights_digest(head) == digest
+    assert base_model_of(str(target)) is None
+    check_files(LoadConfig(target, Speculation(mode="eagle", head=str(head))))
+    write_bundle(tmp_path / "bundle", read_source(head), ModelCard("A head."), "owner/base")
+    assert not list(tmp_path.glob("bundle/._*"))
 
 
 @pytest.mark.parametrize("config", ["", "[]", "{}", '{"model_type": "qwen3_next"}', '{"model_type": 3}'])

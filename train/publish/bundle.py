@@ -100,7 +100,7 @@ def read_source(folder: str | Path) -> HeadFiles:
     place = given if (given / CONFIG).is_file() else given / BEST
     if not (place / CONFIG).is_file():
         raise ConfigError(f"{given} has neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
-    if not any(place.glob("*.safetensors")):
+    if not any(place.glob(hub.WEIGHTS)):
         raise CheckpointError(
             f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
         )
@@ -127,7 +127,7 @@ def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) ->
     """Make a folder with links to the weights, config, card, plots and report. Raises OutputError if that fails."""
     try:
         (folder / PLOTS).mkdir(parents=True)
-        for pattern in ("*.safetensors", "*.safetensors.index.json", *LICENSES):
+        for pattern in (hub.WEIGHTS, f"{hub.WEIGHTS}.index.json", *LICENSES):
             for file in source.folder.glob(pattern):
                 (folder / file.name).symlink_to(file.resolve())
         _write_config(folder, source, base)
