@@ -17,6 +17,7 @@ import yaml
 from eagle_mlx.errors import ConfigError, OutputError
 
 PART = ".part"  # the suffix of a file while it is being written
+FINDER = ".DS_Store"  # a file of the Finder of macOS
 
 
 def cache_folder() -> Path:
@@ -108,11 +109,16 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file; choose a folder that does not exist yet")
-    if path.exists() and not overwrite and any(path.iterdir()):
+    if path.exists() and not overwrite and not is_empty(path):
         raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
     for place in (path.parent, path) if path.exists() else (path.parent,):
         check_writable(place)
     return path
+
+
+def is_empty(folder: Path) -> bool:
+    """Return whether a folder has no files but the one that the Finder of macOS adds when it shows the folder."""
+    return {path.name for path in folder.iterdir()} <= {FINDER}
 
 
 def check_file(path: Path) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import ConfigError, OutputError, ShardError
-from eagle_mlx.files import PART, check_free, locked, swap, sync_folder, write_whole
+from eagle_mlx.files import FINDER, PART, check_free, locked, swap, sync_folder, write_whole
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, blocks, dequantize, quantize
 
 BITS = (16, 8)
@@ -341,7 +341,7 @@ class ShardWriter:
 
     def _begin(self) -> None:
         """Keep the complete shards of an unfinished capture, and remove its other files."""
-        names = {path.name for path in self.part.iterdir()} - {UNFINISHED, MANIFEST}
+        names = {path.name for path in self.part.iterdir()} - {UNFINISHED, MANIFEST, FINDER}
         if strange := [name for name in names if not name.endswith((PART, SUFFIX))]:
             raise OutputError(
                 f"{self.part} also contains {strange[0]}, which is not part of a capture; move the folder away"

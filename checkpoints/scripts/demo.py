@@ -22,7 +22,7 @@ from eagle_mlx import blas
 from eagle_mlx.command import Stop
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import EagleError, OutputError
-from eagle_mlx.files import new_folder
+from eagle_mlx.files import is_empty, new_folder
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import measure
@@ -188,7 +188,7 @@ def main() -> int:
     print(f"blas: {blas.activate()}")
     tune_process()
     try:
-        if args.output.exists() and any(args.output.iterdir()) and not (args.output / "report.json").is_file():
+        if args.output.exists() and not is_empty(args.output) and not (args.output / "report.json").is_file():
             raise OutputError(f"{args.output} exists and holds no demo; move it away or give another --output")
         for needed in (args.target / "config.json", args.head / "config.json", args.prompts):
             if not needed.is_file():

@@ -158,6 +158,15 @@ def test_somebody_s_files_are_left_alone(tmp_path: Path) -> None:
     assert content(part) == {"thesis.txt": b"mine"}
 
 
+def test_a_capture_continues_after_the_finder_has_shown_its_folder(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    interrupt(tmp_path / "s", 2)
+    (unfinished_folder(tmp_path / "s") / files.FINDER).write_bytes(b"\0\0\0\1Bud1")
+    with writer(tmp_path / "s") as shards:
+        assert sorted(shards.files) == [0, 1]
+        write_some(shards)
+    assert content(tmp_path / "s") == whole
+
+
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     with writer(tmp_path / "s") as shards:
         with pytest.raises(OutputError, match=r"another process is writing to .*s\.unfinished"):

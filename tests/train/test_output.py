@@ -8,7 +8,7 @@ import pytest
 
 from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.errors import OutputError
-from eagle_mlx.files import locked
+from eagle_mlx.files import FINDER, locked, new_folder
 from eagle_mlx.shards import unfinished_folder
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.cli import main
@@ -59,6 +59,17 @@ def test_a_finished_head_is_kept_if_no_state_could_be_saved(tmp_path: Path, over
     assert {p.name for p in kept.iterdir()} == {"last", "best", "metrics"}
     assert (kept == out) == (not overwrite)
     assert (kept / "best" / "model.safetensors").is_file()
+
+
+def test_a_folder_that_was_made_in_the_finder_is_free(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / FINDER).write_bytes(b"\0\0\0\1Bud1")
+    with claim(out, False) as folder:
+        assert folder == out
+    with new_folder(out) as folder:
+        (folder / "new").write_text("")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]
 
 
 def test_an_output_that_exists(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle_mlx.errors import CheckpointError, ConfigError, OutputError
-from eagle_mlx.files import check_free, locked, swap, write_whole
+from eagle_mlx.files import check_free, is_empty, locked, swap, write_whole
 
 from ..config import TrainConfig, flag
 from ..data import TrainData, sources_of
@@ -131,7 +131,7 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
     path = Path(output) if resume else check_free(output, overwrite)
     with contextlib.ExitStack() as locks:
         exists = path.exists()
-        replaces = _replaces(resume, path) if resume else exists and any(path.iterdir())
+        replaces = _replaces(resume, path) if resume else exists and not is_empty(path)
         if exists and (replaces or not resume):
             locks.enter_context(locked(path))
         folder = resume or _new(path, replaces)
