@@ -64,4 +64,4 @@ def wired_limit_mb() -> int | None:
 
 
 def _sysctl(name: str) -> str:
-    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()

@@ -381,6 +381,14 @@ def test_machine_is_described() -> None:
     assert machine.cpu in str(machine)
 
 
+@pytest.mark.skipif(not Path("/usr/sbin/sysctl").exists(), reason="this machine has no sysctl where macOS has it")
+def test_a_mac_is_described_in_a_job_of_cron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its PATH has only /usr/bin and /bin."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert describe().cpu
+
+
 def test_output_replaces_a_file_whole_and_leaves_others(tmp_path: Path) -> None:
     file, other = tmp_path / "figures.json", tmp_path / "figures.json.part"
     for path in (file, other):
