@@ -239,7 +239,8 @@ def _facts_of(model: nn.Module) -> dict[str, Any]:
 def hash_of_arrays(module: nn.Module) -> str:
     """Return 32 hexadecimal digits that identify a module's arrays: their bytes, names, shapes and dtypes."""
     leaves = sorted(arrays_of(module.parameters()).items())
-    on_host = [np.array(x.reshape(-1).view(mx.uint8), copy=False) for _, x in leaves]
+    flat = (x.reshape(-1) for _, x in leaves)  # not as bytes: MLX's dimensions are below 2^31
+    on_host = [np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x, copy=False) for x in flat]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
         hashes = pool.map(lambda data: hashlib.sha256(data).digest(), on_host)
