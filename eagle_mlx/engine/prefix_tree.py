@@ -19,6 +19,9 @@ from eagle_mlx.vision.spans import ImageSpan
 
 Keys = NDArray[np.int64]  # [N]: one key per position of a text
 
+MOST_ARRAYS = 200_000
+"""Arrays in a tree. Metal lets a process have 499,000 buffers (mlx#1718), one for each array; in a 4-bit cache, a text
+of 36 layers has 216. Two models may share a server."""
 Space = tuple[str, bool]
 """A namespace, and whether its states are a draft model's. Spaces share only the limit of bytes."""
 
@@ -51,9 +54,13 @@ class Snapshot:
 
     outline: RaggedCache
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        return self.outline.state
+
     @cached_property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.outline.state)
+        return sum(x.nbytes for x in self.arrays)
 
     @cached_property
     def shortest(self) -> int:
@@ -108,7 +115,7 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = self._arrays = 0
         self._roots: dict[Space, _Node] = {}
         self.used: OrderedDict[_Node, None] = OrderedDict()  # the nodes with a snapshot, least recently used first
 
@@ -145,7 +152,7 @@ class PrefixTree:
         for part in node.path:
             if part.piece is not None:
                 size += part.piece.nbytes * (min(matched, part.end) - part.start) / len(part.keys)
-        if size > limit or not _are_numbers([*snapshot.outline.state, *(new.arrays if new else [])]):
+        if size > limit or not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
             return False
         if matched < node.end:
             node = self._split(node, matched)
@@ -154,24 +161,24 @@ class PrefixTree:
                 self._roots[space] = node
             parent, node = node, _Node(keys[matched:].copy(), matched, new, node)
             parent.children[int(keys[matched])] = node
-            self.nbytes += new.nbytes
+            self._count(new)
         for part in node.path:  # the new one serves everything that these do
             if part.snapshot is not None and part.snapshot.shortest >= snapshot.shortest:
                 self._forget(part)
         node.snapshot = snapshot
-        self.nbytes += snapshot.nbytes
+        self._count(snapshot)
         self.used[node] = None
         self.trim(limit)
         return node in self.used
 
     def trim(self, limit: float) -> None:
-        """Evict snapshots, and pieces that no other snapshot needs, until the limit holds."""
-        while self.used and self.nbytes > limit:
+        """Evict snapshots, and pieces that no other snapshot needs, until the limit and `MOST_ARRAYS` hold."""
+        while self.used and (self.nbytes > limit or self._arrays > MOST_ARRAYS):
             node = next(iter(self.used))
             self._forget(node)
             while node.parent is not None and node.snapshot is None and not node.children:
                 assert node.piece is not None
-                self.nbytes -= node.piece.nbytes
+                self._count(node.piece, -1)
                 del node.parent.children[int(node.keys[0])]
                 node = node.parent
             if node.parent is None and not node.children:
@@ -179,9 +186,13 @@ class PrefixTree:
 
     def _forget(self, node: _Node) -> None:
         assert node.snapshot is not None
-        self.nbytes -= node.snapshot.nbytes
+        self._count(node.snapshot, -1)
         node.snapshot = None
         del self.used[node]
+
+    def _count(self, part: PrefixPiece | Snapshot, sign: int = 1) -> None:
+        self.nbytes += sign * part.nbytes
+        self._arrays += sign * len(part.arrays)
 
     def _match(self, keys: Keys, space: Space) -> tuple[_Node, int]:
         """Return the last node that matches a text, at least in part, and the number of matched positions."""
@@ -195,9 +206,10 @@ class PrefixTree:
         assert node.parent is not None
         assert node.piece is not None
         cut = end - node.start
-        self.nbytes -= node.piece.nbytes
+        self._count(node.piece, -1)
         first, second = node.piece.split(cut)
-        self.nbytes += first.nbytes + second.nbytes
+        self._count(first)
+        self._count(second)
         upper = _Node(node.keys[:cut].copy(), node.start, first, node.parent)
         node.parent.children[int(upper.keys[0])] = upper
         node.keys, node.start = node.keys[cut:].copy(), end

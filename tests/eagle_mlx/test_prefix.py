@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine import prefix_tree
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.engine.prefix_tree import Past
 from tests.architectures import tiny_model
@@ -104,6 +105,16 @@ def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
     busy.prefixes.find(prompts[2])
     busy.generate([[9, *LONG[1:40]]], params)
     assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, False]
+
+
+def test_the_number_of_arrays_is_bounded_because_metal_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = engine(proposer=None)
+    assert busy.prefixes is not None
+    monkeypatch.setattr(prefix_tree, "MOST_ARRAYS", 2 * 2 * TARGET.num_layers)  # of two texts
+    prompts = [[i, *LONG[1:40]] for i in range(4)]
+    for prompt in prompts:
+        busy.generate([prompt], em.SamplingParams(max_tokens=2))
+    assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, True]
 
 
 def test_a_text_above_the_limit_is_not_copied() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -39,7 +38,7 @@ class Place:
     keys: tuple[int, ...]
     shortest: int
     nbytes: int
-    outline = SimpleNamespace(state=())
+    arrays = ()
 
     def serves(self, keys: tuple[int, ...]) -> int:
         """Return how many positions of a text it can serve."""
