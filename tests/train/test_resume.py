@@ -199,6 +199,20 @@ def test_settings_that_a_resume_may_change(
     assert f"--init-from {out}/best" in capsys.readouterr().err
 
 
+def test_a_resumed_run_may_write_lines_more_often(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        assert main(flags(target, chats, out, "--max-steps", "6", "--log-steps", "4", "--checkpoints", "1")) == 143
+    stopped = int(next((out / "checkpoints").iterdir()).name.split("-")[1])
+    assert 1 < stopped < 4, "more steps wait for a line than a line has from now on"
+    assert main(["--resume", str(out), "--log-steps", "1"]) == 0
+    logged = [line["step"] for line in lines(out) if line["kind"] == "train"]
+    assert logged == list(range(stopped + 1, 7))
+
+
 def test_an_overwriting_run_takes_its_place_when_it_is_complete(
     target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,7 @@ class Run:
             return None
         self.progress.tokens += result.tokens
         self._recent.append(result)
-        if len(self._recent) == self.config.run.log_steps:
+        if len(self._recent) >= self.config.run.log_steps:  # a resumed run may log more often
             self._log_recent(phase.schedule)
         return result
 
