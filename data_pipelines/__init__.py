@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .conversation import Conversation, Message, held_out_prompts
     from .options import FIRST_ROWS, MakeConfig
     from .rendering import Sample, prompt_tokens, render_all
-    from .sources import public_source
+    from .sources import hub_data_set, public_source
     from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, check_conversations, read_conversations
     from .sources.rows import place_of
     from .synthesis import steerable

@@ -73,6 +73,15 @@ def public_source(text: str) -> str:
     return text.replace(source.name, Path(source.name).name) if is_local else text
 
 
+def hub_data_set(text: str) -> str | None:
+    """Return the hub id `user/name` of a source's data set; None if it is none of the hub's."""
+    try:
+        source = parse(text)
+    except (ConfigError, DataError):
+        return None
+    return source.name if source.kind == "hub" and "/" in source.name else None
+
+
 def _parse(text: str) -> Source:
     if text == "self":
         raise DataError(

@@ -594,6 +594,8 @@ def test_data_sets_of_the_hub_are_named(made: Made) -> None:
     told = replace(source, report={"config": {"data": data}})
     assert data_sets(told) == ["HuggingFaceH4/ultrachat_200k"]
     assert data_sets(replace(source, report={"config": {"data": data, "shards": "x"}})) == []
+    mix = ["preset:gsm8k=0.5", "openai/gsm8k:main:train=0.2", "user/name:train[:10%]+test=0.2", "folder=0.1"]
+    assert data_sets(replace(source, report={"config": {"data": mix}})) == ["openai/gsm8k", "user/name"]
 
 
 def test_a_report_names_no_folder_of_this_machine() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import by_mlx_community
+from eagle_mlx.data_pipelines import hub_data_set
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.progress import tokens_per_second
@@ -31,7 +31,6 @@ _LEFT_OUT = (
     *("states", "cache_bits", "cache_dir", "cache_gb"),
 )
 """Settings that do not affect the head, and `target`, which is given by its public name."""
-_DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 
 class Figures(NamedTuple):
@@ -182,7 +181,7 @@ def train_command(config: Mapping[str, Any], target: str) -> str:
 def data_sets(source: HeadFiles) -> list[str]:
     config = source.report.get("config") or {}
     names = () if config.get("shards") else [*_sources(config), *(config.get("replay") or ())]
-    return [match[1] for match in map(_DATA_SET.fullmatch, names) if match]
+    return [name for name in dict.fromkeys(map(hub_data_set, names)) if name]
 
 
 def _sources(config: Mapping[str, Any]) -> Sequence[Any]:
