@@ -414,6 +414,10 @@ def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
     further = of_training(replace(told, report={**told.report, "started_from": "some/head"}), "owner/tiny")
     assert further is not None
     assert further.data == "chats.jsonl, held out from this run"
+    config = {**told.report["config"], "data": ["chats.jsonl", "b.jsonl"]}  # prompts come from both in turn
+    several = of_training(replace(told, report={**told.report, "config": config}), "owner/tiny")
+    assert several is not None
+    assert several.data == "chats.jsonl, b.jsonl, held out"
 
 
 FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth": 2, "prompts": 7, "left_out": 3}
