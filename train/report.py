@@ -199,7 +199,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     settings = about.get("config") or {}
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     evals = [row for row in rows if row["kind"] == "eval"]
-    best = max(evals, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
+    written = read_object(folder / _REPORT, "move it away to see the values without it") or {}
+    step = written.get("best_step", 0 if settings.get("adapt") else None)  # with `adapt`, the judge chooses
+    measured = [row for row in evals if row["step"] == step] or evals
+    best = max(measured, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
     state = "unfinished" if now else "unfinished, nothing measured"
     if (folder / _REPORT).exists():

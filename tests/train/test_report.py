@@ -18,7 +18,7 @@ TAUS = {0: 1.0, 10: 1.8, 20: 1.6}
 def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> Path:
     """Write a run as the trainer leaves it; τ is best at step 10."""
     folder.mkdir(parents=True)
-    config = TrainConfig.of(target="some/target", data=("a.jsonl",), **settings)
+    config = TrainConfig.of(**{"target": "some/target", "data": ("a.jsonl",), **settings})
     config_values = json.loads(json.dumps(config.flat()))
     with Tracker(folder, config) as tracker:
         for step in range(0, steps + 1, 5):
@@ -87,6 +87,15 @@ def test_the_table_says_what_a_run_learned_from(tmp_path: Path, capsys: Any) -> 
     assert [line.split() for line in out.replace("|", " ").splitlines() if "jsonl" in line] == [
         ["data", "a.jsonl", "shards", "out/shards"]
     ]
+
+
+def test_the_best_head_of_an_adapting_run_is_the_one_that_the_judge_kept(tmp_path: Path) -> None:
+    adapts = {"adapt": "some/head", "prompts": ("mine.jsonl",), "data": ("builtin:python",)}
+    unfinished, kept, taken = (make_run(tmp_path / name, False, **adapts) for name in ("unfinished", "kept", "taken"))
+    (kept / "report.json").write_text('{"best_step": 0}')
+    (taken / "report.json").write_text('{"best_step": 20}')
+    shown = [(run["best"], run["best_step"]) for run in map(read_run, (unfinished, kept, taken))]
+    assert shown == [(1.0, 0), (1.0, 0), (1.6, 20)]
 
 
 def test_a_resumable_run_shows_the_command(tmp_path: Path, capsys: Any) -> None:
