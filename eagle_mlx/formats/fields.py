@@ -166,7 +166,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     check(layers <= _MOST_LAYERS, f"num_hidden_layers is {layers}; that is a model, not a head")
     longest = _size(config, "max_position_embeddings", 2048)
     windows = _windows(config, layers)
-    theta, scaling = _rope_fields(config, longest, windows)
+    theta, scaling = rope_fields(config, longest, windows)
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -191,8 +191,8 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
     return size
 
 
-def _rope_fields(
-    config: Mapping[str, Any], longest: int, windows: Sequence[int | None]
+def rope_fields(
+    config: Mapping[str, Any], longest: int, windows: Sequence[int | None] = ()
 ) -> tuple[float, dict[str, Any] | None]:
     """Return RoPE's base and scaling from old or new transformers fields. Raises ConfigError for unknown scaling.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.errors import ConfigError
@@ -47,6 +49,18 @@ def turning_neighbours() -> Target:
     return target
 
 
+def scaled(**scaling: Any) -> Target:
+    """Return a target with scaled RoPE, by default as in Llama 3.1."""
+    scaling = scaling or {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 16}
+    target = tiny_target(architecture="llama")
+    args: Any = target.model.args
+    args.rope_scaling = scaling
+    for layer in target.layers:
+        layer.self_attn.rope = initialize_rope(16, args.rope_theta, False, scaling, args.max_position_embeddings)
+    return target
+
+
 def quantized() -> Target:
     target = tiny_target(architecture="llama")
     nn.quantize(target.model, group_size=32, bits=8)
@@ -58,6 +72,7 @@ TARGETS = {
     "qwen2": lambda: tiny_target(architecture="qwen2"),
     "llama": lambda: tiny_target(architecture="llama"),
     "llama, neighbours turned": turning_neighbours,
+    "llama, scaled RoPE": scaled,
     "llama, 8 bits": quantized,
 }
 
@@ -123,6 +138,13 @@ def test_impossible_shapes_are_refused(more: dict[str, Any], message: str) -> No
     config = config_of(**more)
     with pytest.raises(ConfigError, match=message):
         kind_of(tiny_head(target)).check(target, config)
+
+
+def test_layers_with_unknown_rope_are_not_copied() -> None:
+    target = scaled(rope_type="longrope", factor=8.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    for layers, wrong in ((1, None), (2, "RoPE scaling of type longrope is not supported.*use --layers 1")):
+        with pytest.raises(ConfigError, match=wrong) if wrong else nullcontext():
+            kind_of(tiny_head(target)).check(target, config_of(layers=layers))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])

@@ -186,13 +186,18 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     return plain
 
 
-def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
-    """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
+def setting_of(target: Target, name: str) -> Any:
+    """Return a setting of the target's config; None without it."""
     args = getattr(target.model, "args", None)
     args = getattr(args, "text_config", None) or args
+    return args.get(name) if isinstance(args, dict) else getattr(args, name, None)
+
+
+def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
+    """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
 
     def of_target(name: str, default: Any) -> Any:
-        value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
+        value = setting_of(target, name)
         value = default if value is None else value
         return max(value) if isinstance(value, list) else value  # one for each layer, as in Step-3.5
 

@@ -22,6 +22,7 @@ import mlx.nn as nn
 import numpy as np
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import rope_fields
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 from eagle_mlx.heads.eagle3.head import DecoderLayer
 from eagle_mlx.heads.layers import Attention, PlainLayer
@@ -30,7 +31,7 @@ from eagle_mlx.target import Target
 from ..config import TrainSettings
 from ..kind_settings import ANCHOR_SHARE, KIND_SETTINGS
 from ..unroll import HIDDEN, Inputs, Step, UnrolledCache, recomputed, run_steps, take_rows, unroll_feedback
-from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights
+from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights, setting_of
 from .least_squares import Matrix, Moments, Piece, factors
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
@@ -91,11 +92,20 @@ def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...])
         )
 
 
-def layer_flags(target: Target) -> dict[str, Any]:
-    """Return the head config's flags for attention features of the target's last layer beyond Llama's."""
+def attention_of(target: Target) -> dict[str, Any]:
+    """Return the head config's fields for the attention of the target's last layer: RoPE, and features beyond Llama's.
+
+    Raises ConfigError if a head cannot have this RoPE.
+    """
     attention: Any = getattr(target.layers[-1], "self_attn", None)
     biased = ["bias" in getattr(attention, name, {}) for name in ("q_proj", "o_proj")]
-    return {"qk_norm": hasattr(attention, "q_norm"), "qkv_bias": biased == [True, False], "attention_bias": all(biased)}
+    rope = {name: setting_of(target, name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    try:
+        theta, scaling = rope_fields(rope, target.context_length)
+    except ConfigError as e:
+        raise ConfigError(f"the copied layers need the target's RoPE: {e}; use --layers 1") from e
+    flags = {"qk_norm": hasattr(attention, "q_norm"), "qkv_bias": biased == [True, False]}
+    return {**flags, "attention_bias": all(biased), "rope_theta": theta, "rope_scaling": scaling}
 
 
 def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
@@ -219,7 +229,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     def head_config(self, target: Target, config: TrainSettings, vocab_size: int, aux_layers: tuple[int, ...]) -> Any:
         layers = config.head.layers or KIND_SETTINGS[config.head.kind].defaults["layers"]
         return Eagle3Config(
-            **layer_shape(target, config),
+            **layer_shape(target, config) | (attention_of(target) if layers > 1 else {}),
             draft_vocab_size=vocab_size,
             target_hidden_size=target.hidden_size,
             aux_layers=aux_layers,
@@ -228,7 +238,6 @@ class Eagle3Kind(Kind[Eagle3Head]):
             norm_output=config.head.feedback == "normed",
             norm_before_residual=config.head.norm_before_residual,
             num_hidden_layers=layers,
-            **(layer_flags(target) if layers > 1 else {}),
         )
 
     def check(self, target: Target, config: TrainSettings) -> None:
