@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
+from eagle_mlx.errors import ConfigError, DataError, OutputError, PromptError, TargetError
 from eagle_mlx.files import check_free, check_idle, free_disk
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads import load_head
@@ -115,7 +115,7 @@ def collect(options: CollectOptions) -> None:
     skip_bad = options.choice.filters.skip_bad
     samples, report = render_all(tokenizer, conversations, options.max_length, skip_bad, target.vision)
     if read.left_out or report.unusable:
-        print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
+        print(_counts(read, report))
     print(
         f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
         f"{report.loss_tokens:,} to learn; "
@@ -147,6 +147,10 @@ def collect(options: CollectOptions) -> None:
                 kept = f"{len(shards.files):,} of {len(plan):,} shards are kept"
                 e.args = (f"{kept}, and the same command continues from there",)
             raise
+
+
+def _counts(read: ReadReport, rendered: RenderReport) -> str:
+    return str(read) + (f"; {rendered.unusable:,} more refused by the chat template" if rendered.unusable else "")
 
 
 def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target) -> Engine:
@@ -193,9 +197,10 @@ def inspect(options: InspectOptions) -> None:
         if tokenizer is not None:
             try:
                 rendered, lost = examine(tokenizer, conversation, vision)
-            except DataError:
+            except (DataError, PromptError):
                 if not options.choice.filters.skip_bad:
                     raise
+                template.unusable += 1
                 continue
             template.add(lost)
             length, to_learn = len(rendered.tokens), sum(rendered.loss_mask)
@@ -206,7 +211,7 @@ def inspect(options: InspectOptions) -> None:
             if tokenizer is not None:
                 print(f"--- {length} tokens, {to_learn} to learn, between ⟦ and ⟧")
         lengths.append(length)
-    print(report)
+    print(_counts(report, template))
     if options.histogram:
         print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
     if tokenizer is not None and lengths:

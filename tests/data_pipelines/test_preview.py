@@ -65,3 +65,21 @@ def test_prompts_alone_and_tools_can_be_looked_at(
     assert "0 to learn" in capsys.readouterr().out
     assert cli.main(["inspect", str(path)]) == 0
     assert '[tools] [{"name": "f"}]\n[user] say a\\x1b[2J' in capsys.readouterr().out
+
+
+def test_conversations_that_the_template_refuses_are_counted(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [{"prompt": prompt, "completion": "so"} for prompt in ("a", "bad", "b", "bad", "bad")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = (
+        "{% for m in messages %}{% if 'bad' in m.content|string %}{{ no() }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    argv = ["inspect", str(path), "--target", target, "--chat-template", template]
+    assert cli.main(argv) == 2
+    assert "the chat template refuses this conversation" in capsys.readouterr().err
+    assert cli.main([*argv, "--skip-bad"]) == 0
+    printed = capsys.readouterr().out
+    assert "5 conversations read; 3 more refused by the chat template\n" in printed
+    assert "2 conversations, lengths in tokens:" in printed
