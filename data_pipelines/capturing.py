@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import ShardMeta, ShardWriter
 from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.text import template_args
 from eagle_mlx.vision.spans import ImagePrompt, ImageSpan
 
 from .rendering import Sample
@@ -203,8 +205,11 @@ def _bar(total: int | None, progress: bool, done: int = 0) -> tqdm[NoReturn]:
 
 
 def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:
-    adapter = "" if target.adapter is None else target.adapter.digest
-    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
+    adapter, template = "" if target.adapter is None else target.adapter.digest, ""
+    if (tokenizer := target.tokenizer) is not None:
+        rendering = json.dumps([str(tokenizer.chat_template), dict(template_args(tokenizer))], sort_keys=True)
+        template = hashlib.blake2s(rendering.encode(errors="replace")).hexdigest()[:16]
+    return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter, template)
 
 
 def _conversations(samples: Sequence[Sample]) -> str:

@@ -40,6 +40,7 @@ class ShardMeta:
     aux_layers: tuple[int, ...]
     bits: int = 16  # per value on disk: 16 is bfloat16, 8 is the output of `quantize`
     adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.adapters.Adapter`); empty if it had none
+    template: str = ""  # digest of the chat template and its arguments; empty if unknown
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:

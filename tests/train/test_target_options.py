@@ -11,6 +11,7 @@ import pytest
 
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import ShardCapture
+from eagle_mlx.data_pipelines.cli import main as collect
 from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.publish.cli import main as publish
@@ -106,6 +107,19 @@ def test_states_of_other_adapters_are_refused(
         assert reason in capsys.readouterr().err
         assert not out.exists()
     assert main(command(target, chats, tmp_path / "out", "--shards", str(tmp_path / "tuned"), *mine)) == 0
+
+
+def test_shards_of_another_template_are_refused(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+    own = ["--chat-template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"]
+    argued = [*own, "--chat-template-args", '{"short": true}']
+    shards, out = tmp_path / "shards", tmp_path / "out"
+    made = ["collect", "--target", str(target), "--data", str(chats), "--output", str(shards), "--max-length", "64"]
+    assert collect([*made, *own]) == 0
+    for more in ([], argued):
+        assert main(command(target, chats, out, "--shards", str(shards), *more)) == 2
+        assert "was captured with another chat template" in capsys.readouterr().err
+        assert not out.exists()
+    assert main(command(target, chats, out, "--shards", str(shards), *own)) == 0
 
 
 def test_a_template_and_its_arguments_change_the_training_data(

@@ -253,6 +253,11 @@ def _check_shards(target: Target, config: TrainSettings, reader: ShardReader) ->
         raise ShardError(
             f"{reader.folder} was captured {had}, but the target {has}; {remedy}, or capture again with this target"
         )
+    if meta.template and meta.template != shard_meta(target, ()).template:
+        raise ShardError(
+            f"{reader.folder} was captured with another chat template; give the same --chat-template and "
+            "--chat-template-args, or capture again"
+        )
 
 
 def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] | None:
