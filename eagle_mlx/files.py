@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -48,7 +49,8 @@ def write_whole(path: Path, data: bytes, part: Path | None = None, mode: int = 0
     try:
         with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
-            os.fsync(file.fileno())
+            file.flush()
+            sync(file.fileno())
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -65,11 +67,19 @@ def write_output(path: Path, text: str) -> None:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
 
 
+def sync(descriptor: int) -> None:
+    """Write an open file to the disk. On macOS, `fsync` leaves data in the disk's own cache (its manual page)."""
+    os.fsync(descriptor)
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError):  # network file systems need not know it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+
+
 def sync_folder(folder: Path) -> None:
     """Write a folder's entries, or a file's contents, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_unflatten
 
 from eagle_mlx import ranks
 from eagle_mlx.formats.tensors import arrays_of
 
 T = TypeVar("T")
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 class World(ranks.ProcessGroup):
@@ -48,9 +48,9 @@ class World(ranks.ProcessGroup):
             return dict(arrays)
         received = {}
         for name, array in sorted(arrays.items()):
-            sent = np.array(array.reshape(-1).view(mx.uint8)) if self.is_rank_zero else np.zeros(array.nbytes, np.uint8)
-            data = mx.array(np.array(self._sum(mx.array(sent))))
-            received[name] = data.view(array.dtype).reshape(array.shape)
+            bits = array.reshape(-1).view(_BITS[array.dtype.size])  # not bytes: MLX's dimensions are below 2^31
+            summed = self._sum(bits if self.is_rank_zero else mx.zeros_like(bits))
+            received[name] = summed.view(array.dtype).reshape(array.shape)
         return received
 
 

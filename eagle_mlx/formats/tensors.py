@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.cpu import compute_dtype
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.files import new_folder
+from eagle_mlx.files import new_folder, sync
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import weight_files, why_damaged
@@ -133,11 +132,11 @@ def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> Tensors:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Write a safetensors file and fsync it. Raises OSError if the disk is full, which MLX hides if given a path."""
+    """Write a safetensors file to the disk. Raises OSError if the disk is full, which MLX hides if given a path."""
     with file.open("wb") as out:
         mx.save_safetensors(out, dict(tensors), metadata={"format": "pt"})
         out.flush()
-        os.fsync(out.fileno())
+        sync(out.fileno())
 
 
 def read_tensors(folder: Path) -> Tensors:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from eagle_mlx import files
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import check_free, new_folder
 
@@ -58,3 +60,16 @@ def test_a_file_at_the_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="is a file"):
         check_free(tmp_path / "file", overwrite=True)
+
+
+def test_all_of_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, plain = list[int](), files.sync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        assert not (tmp_path / "state.json").exists() or len(synced) > 1
+        plain(descriptor)
+
+    monkeypatch.setattr(files, "sync", noting)
+    files.write_whole(tmp_path / "state.json", b"12345")
+    assert synced[0] == 5
