@@ -337,7 +337,8 @@ class Engine:
         try:
             result = self.runner.do(work, measured=self.observer is not None)
             if isinstance(work, Collect) and result is not None:
-                if work.round.batch.proposer is not None:
+                batch = work.round.batch
+                if batch.proposer is not None or any(params.grammar for params in batch.params):  # it plans for these
                     self.policy.observe(result)
                 if self.observer is not None:
                     self.observer(result)

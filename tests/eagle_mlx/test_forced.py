@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -95,6 +96,14 @@ def test_forced_tokens_take_few_rounds_and_change_no_text(name: str, manner: str
     drafted = sum(sum(result.drafted_freely) for result in results)
     assert drafted == sum(output.drafted for output in outputs)
     assert (drafted > 0) == (name != "none")
+
+
+def test_the_default_policy_drafts_forced_tokens_without_a_proposer() -> None:
+    plain, _ = decode(None, em.FixedPolicy(0))
+    engine = em.Engine(TARGET, max_batch=1, clock=map(float, count()).__next__)
+    output = engine.generate(PROMPTS[0], em.SamplingParams(max_tokens=42, grammar=Keys))
+    assert output.tokens == plain[0].tokens
+    assert output.forced > 0
 
 
 @pytest.mark.parametrize("grammar", [Wrong, Endless, Raises])
