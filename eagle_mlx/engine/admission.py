@@ -261,6 +261,7 @@ class Admission:
     def remove_ended(self) -> None:
         """Remove requests that ended while they waited, and prefills of which all requests ended."""
         self.waiting.remove_ended()
+        self.budget.rows = self.budget.admitted
         self.fetched = {}
         self.prefills = [
             prefill for prefill in self.prefills if not all(row.finish_reason for row in prefill.batch.requests)

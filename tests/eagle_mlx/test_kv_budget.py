@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -334,3 +336,22 @@ def test_a_request_cancelled_while_it_waits_for_memory_blocks_no_other() -> None
     long.finish("cancelled")
     seats.admission.remove_ended()
     assert len(seats.admit()) == 1
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "error"])
+def test_an_idle_engine_keeps_no_request_that_ended_while_its_prompt_was_read(ends: str) -> None:
+    """Neither its tokens nor the embeddings of its images."""
+    engine = em.Engine(TARGET, HEAD, prefill_chunk=8)
+    request = engine.prepare(PROMPTS[1], em.SamplingParams(max_tokens=TOKENS))
+    engine.submit(request)
+    engine.step()
+    if ends == "cancelled":
+        engine.cancel(request)
+    else:
+        engine.abandon("a test ends it")
+    assert engine.idle
+    assert request.finish_reason == ends
+    kept = weakref.ref(request)
+    del request
+    gc.collect()
+    assert kept() is None
