@@ -108,13 +108,15 @@ class Loaded:
 
     def close(self) -> None:
         """End the target's other ranks; write the texts to learn from, the memory and pending prefix cache files."""
-        self.target.close()
-        if self.learner is not None:
-            self.learner.close()
-        if self.memory_file is not None and not self.memory_file.close(_LAST_WRITES):
-            log.warning("the newest texts of the memory were not written to disk in time; a restart forgets them")
-        if self.disk is not None and not self.disk.close(_LAST_WRITES):
-            log.warning("the newest prompts were not written to disk in time; after a restart they must be read again")
+        try:
+            self.target.close()
+            if self.learner is not None:
+                self.learner.close()
+        finally:  # threads that go on would keep the model in memory
+            if self.memory_file is not None and not self.memory_file.close(_LAST_WRITES):
+                log.warning("the newest texts of the memory were not written to disk in time; a restart forgets them")
+            if self.disk is not None and not self.disk.close(_LAST_WRITES):
+                log.warning("the newest prompts were not written to disk in time; a restart reads them again")
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
+from eagle_mlx.serve.learning.texts import Texts
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
@@ -103,6 +105,23 @@ def test_a_server_without_a_head_starts_with_ngrams(models: Path, tmp_path: Path
         server.until(lambda: number(server, "eagle:learn_texts_total") == 1)
         now = server.http.get("/v1/spec_decode/metrics").json()
         assert (now["spec_decode_modes"], now["spec_decode_drafters"]) == (["ngram", "none"], ["ngram"])
+
+
+def test_a_model_whose_texts_cannot_be_written_still_gives_back_its_memory(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"learn": str(tmp_path / "learned"), "prefix_cache_dir": str(tmp_path / "cache"), "prefix_disk_gb": 0.1}
+    before = set(enumerate_threads())
+
+    def full(texts: Texts) -> None:
+        raise OSError(28, "No space left on device")
+
+    with live(lambda: load(config(models, **folders), lambda _: None)) as server:
+        assert server.http.post(COMPLETIONS, json={"prompt": "a b c", "max_tokens": 4}).status_code == 200
+        monkeypatch.setattr(Texts, "flush", full)
+        assert server.http.post("/admin/unload", json={"model": NAME}).status_code == 200
+        server.until(lambda: not any("writer" in thread.name for thread in {*enumerate_threads()} - before))
+        assert len(list(tmp_path.glob("cache/memory-*.npz"))) == 1
 
 
 class Eager:
