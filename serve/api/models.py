@@ -129,11 +129,12 @@ class Models:
             await self._end(service)
 
     async def unload_unused(self) -> None:
-        """Unload the models that had no request for `idle_unload_minutes`. Call this regularly."""
+        """Unload the models that had no request for `idle_unload_minutes`, once their heads have learned what there is.
+        Call this regularly."""
         least = perf_counter() - 60 * (self.settings.idle_unload_minutes or inf)
         for service in self.services.values():
             async with self._turn:
-                if service.loaded is not None and service.idle and service.last_used < least:
+                if service.loaded is not None and service.idle and service.last_used < least and not service.learns:
                     log.info("model %s is unloaded, because it was not used", service.name)
                     await self._end(service)
 

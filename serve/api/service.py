@@ -131,6 +131,11 @@ class Service:
         return not self._calls
 
     @property
+    def learns(self) -> bool:
+        """Whether its head has something to learn, now that there are no requests."""
+        return (loaded := self.loaded) is not None and loaded.learner is not None and loaded.learner.pending
+
+    @property
     def running(self) -> int:
         return loaded.engine.active if (loaded := self.worker.loaded) is not None else 0
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from threading import enumerate as enumerate_threads
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.learning.texts import Texts
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, one_model, wide
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -179,3 +180,19 @@ def test_a_request_waits_for_one_piece_of_learning_at_most() -> None:
         steps = after.index("work") if "work" in after else len(after)
         assert steps > 5
         assert "step" not in after[steps:]
+
+
+def test_a_head_that_learns_keeps_its_unused_model_loaded() -> None:
+    learner = Eager()
+
+    def loaded() -> Loaded:
+        made = Loaded(engine(), "ngram", DEPTH)
+        made.learner = learner  # type: ignore[assignment]
+        return made
+
+    with live(models=one_model(loaded, wide(idle_unload_minutes=1e-4))) as server:
+        began = server.service.last_used
+        server.until(lambda: perf_counter() - began > 0.3)
+        assert server.service.state == "loaded"
+        learner.pending = False
+        server.until(lambda: server.service.state == "unloaded")
