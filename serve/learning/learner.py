@@ -293,7 +293,10 @@ class Learner:
 
     def _draft_along(self, judge: Judge, texts: Sequence[Text]) -> Iterator[None]:
         for text in texts:
-            recording, drafted = self._recording(self.texts.read(text)), []
+            try:
+                recording, drafted = self._recording(self.texts.read(text)), []
+            except FileNotFoundError:
+                continue  # it has left since, because newer texts needed its place
             for proposer in judge.proposers:
                 drafted.append(draft_along(proposer, recording, _DEPTH, self._target))
                 yield

@@ -250,6 +250,23 @@ def test_one_prompt_again_and_again_teaches_nothing(target: Target, head: Path, 
         assert learned.learner.steps == 0
 
 
+def test_texts_that_leave_while_a_version_is_judged_do_not_count(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oldest make room for what requests bring meanwhile."""
+    monkeypatch.setattr(learning, "MOST_JUDGED", 30)
+    with world(target, head, tmp_path / "learned", disk_gb=2e-4) as learned:
+        learned.serve(36)
+        while not learned.learner.versions.candidate.exists():
+            learned.learner.work()
+        before = len(learned.learner.texts.all)
+        learned.serve(30)
+        learned.work()
+        [event, *_] = learned.learner.versions.events
+        assert 2 <= event.conversations < before
+    assert caplog.messages == []
+
+
 def test_learning_gets_rarer_without_gains_and_returns_with_a_fall_of_acceptance(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
