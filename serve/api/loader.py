@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +32,9 @@ _CHECK_TOKENS = 16  # enough to see a difference, in about a second
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     """Load target and proposer, and decode a few tokens so that problems show now. Raises EagleError."""
-    with loading(config.name):
-        loaded = _load(config, say)
+    with loading(config.name), ExitStack() as opened:
+        loaded = _load(config, say, opened)
+        opened.pop_all()
     with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.tokenizer()
     for line in _description(config, loaded):
@@ -41,7 +42,8 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     return loaded
 
 
-def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
+def _load(config: LoadConfig, say: Callable[[str], None], opened: ExitStack) -> Loaded:
+    """Load a model. `opened`: gets what must be closed if the rest cannot be loaded: its threads keep the weights."""
     target = load_target(config)
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()
@@ -52,6 +54,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     if config.learning.folder is not None:
         proposer = with_new_head(proposer, target, speculation)
         learner = Learner(config.learning, target, proposer, speculation)
+        opened.callback(learner.close)
         name = head_of(proposer).name
     if (prefix_cache_bytes := bytes_of(config.prefix_cache_gb)) is None:
         prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory)
@@ -60,6 +63,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         folder = config.prefix_cache_dir.expanduser()
         limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
         files = DiskTier(folder, limit, target, proposer, config.kv_bits)
+        opened.callback(files.close, 0.0)
     engine = replace(speculation, keep=speculation.keep and name != "none").engine(  # plain servers start sooner
         target,
         proposer,

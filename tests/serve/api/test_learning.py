@@ -125,6 +125,18 @@ def test_a_model_whose_texts_cannot_be_written_still_gives_back_its_memory(
         assert len(list(tmp_path.glob("cache/memory-*.npz"))) == 1
 
 
+def test_a_model_that_cannot_be_loaded_leaves_no_thread_in_memory(models: Path, tmp_path: Path) -> None:
+    """A thread would keep the weights, and each request loads the model again."""
+    folders = {"learn": str(tmp_path / "learned"), "prefix_cache_dir": str(tmp_path / "cache"), "prefix_disk_gb": 0.1}
+    before = set(enumerate_threads())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="missing.txt"):
+            load(config(models, **folders, memory=(str(tmp_path / "missing.txt"),)), lambda _: None)
+    for thread in {*enumerate_threads()} - before:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name
+
+
 class Eager:
     """Always has work to do; a piece of it can be held."""
 
