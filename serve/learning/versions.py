@@ -122,7 +122,9 @@ class Versions:
 
     def note(self, event: Event) -> None:
         """Add an event to the log, whose version serves from now on, and delete versions that are too old."""
-        events = [*self.events, event][-_EVENTS:]
+        events = [*self.events, event]
+        if len(events) > _EVENTS:  # `lost` and `taus` need those that changed the version
+            events.remove(next((old for old in events if old.outcome == "not better"), events[0]))
         content = {"format": _FORMAT, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
         kept = (self.serving, event.version)  # a rollback returns to the one before

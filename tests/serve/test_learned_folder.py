@@ -199,6 +199,20 @@ def test_a_version_that_is_rolled_back_has_lost_nothing(tmp_path: Path) -> None:
             assert versions.lost == pytest.approx(lost)
 
 
+def test_candidates_that_are_not_better_do_not_hide_what_versions_have_lost(tmp_path: Path) -> None:
+    """The log has 200 lines, and learning goes on for years."""
+    with claim(tmp_path, {}):
+        versions = Versions(tmp_path)
+        for version in (1, 2):
+            versions.note(replace(event(version), before=2.0 + version, older=-0.01))
+        for _ in range(210):
+            versions.note(replace(event(2), outcome="not better", before=5.0))
+        assert versions.lost == pytest.approx(0.02)
+        assert versions.taus == {0: 3.0, 1: 4.0, 2: 5.0}
+        assert len(versions.events) == 200
+        assert Versions(tmp_path).events == versions.events
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
