@@ -125,7 +125,9 @@ class Learner:
         keeps = _keeps(options.redact, target)
         self.collector = Collector(named, target.num_layers - 1, _BUFFER_BYTES, keeps=keeps)
         self._rng = np.random.default_rng(0)
-        self._rarity, self._new_tokens = 1, 0
+        judged = self.versions.events[-1].time if self.versions.events else 0
+        self._rarity = 1
+        self._new_tokens = sum(text.tokens for text in self.texts.written_after(judged) if not text.is_held_out)
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
         self._credit, self._failures = 0.0, 0

@@ -80,6 +80,10 @@ class Texts:
         """All texts, oldest first."""
         return [*chain(*self._files.values()), *self._new]
 
+    def written_after(self, time: float) -> list[Text]:
+        """Return the texts of files that were written after a time, in seconds since 1970."""
+        return [text for path, texts in self._files.items() if path.stat().st_mtime > time for text in texts]
+
     def add(self, example: Example) -> Text | None:
         """Add a text, unless there are enough of its conversation. Files are written as they fill up."""
         if sum(text.key == example.key for text in self.all) >= _OF_ONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,19 @@ def test_the_head_rises_on_its_traffic_and_serves_after_a_restart(
         assert second.learner.versions.serving == version
         assert second.tau(fresh) == pytest.approx(after, rel=0.03)  # the file has 16 bits
         assert len(second.learner.texts.all) == texts
+
+
+def test_what_was_collected_before_a_restart_is_learned_after_it(target: Target, head: Path, tmp_path: Path) -> None:
+    """A cycle may need more texts than are collected between two restarts; what was learned is not new again."""
+    with world(target, head, tmp_path / "learned") as first:
+        first.serve(ENOUGH)
+    for file in (tmp_path / "learned" / "texts").iterdir():
+        os.utime(file, (1, 1))
+    with world(target, head, tmp_path / "learned") as second:
+        assert second.work() > 0
+        assert len(second.learner.versions.events) == 1
+    with world(target, head, tmp_path / "learned") as third:
+        assert third.work() == 0
 
 
 def test_without_a_head_ngrams_draft_until_a_new_one_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
