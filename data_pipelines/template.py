@@ -11,6 +11,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,8 @@ _TAG = re.compile(r"(</?[^<>\s]{0,24}(?:think|channel)[^<>\s]{0,24}>|\[/?THINK\]
 """Tags of reasoning in a content, at which templates split it."""
 _ENDS = re.compile(r"</|<\|END|\[/|<channel\|", re.I)
 """The beginning of a tag that ends reasoning."""
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)", re.S)
+"""The name and the text of a message in gpt-oss's format (openai/harmony). Headers of calls have further tags."""
 _OPEN, _CLOSE, _ZERO = "\ufde0", "\ufde1", 0xFDD0
 _MARK = re.compile("([\ufde0\ufde1])([\ufdd0-\ufddf]{4})")
 """The first or last character of a part, and its number in four digits of base 16."""
@@ -288,3 +291,32 @@ def _argument_texts(messages: Messages) -> Messages:
         return call if isinstance(arguments, str) else {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
     return [{**m, "tool_calls": list(map(text, m["tool_calls"]))} if m.get("tool_calls") else m for m in messages]
+
+
+def answer_message(tokenizer: TokenizerWrapper, prompt: Conversation, text: str) -> Message:
+    """Return the assistant's message that the template writes as a target's answer to a prompt.
+
+    Most answers are contents, also with whole thoughts, since templates split them. But a thought that was cut before
+    its end is reasoning, and gpt-oss's channels are parts of a message.
+    """
+    plain = Message("assistant", text)
+    if parts := _CHANNEL.findall(text):
+        thoughts = "".join(part for name, part in parts if name == "analysis")
+        content = "".join(part for name, part in parts if name != "analysis")
+        other = Message("assistant", content, {"thinking": thoughts} if thoughts else {})
+        return plain if _writes(tokenizer, prompt, plain, text) else other
+    if tokenizer.has_thinking and tokenizer.think_end not in text:
+        thought = text.strip().removeprefix(tokenizer.think_start).strip("\n")
+        cut = Message("assistant", "", {"reasoning_content": thought})
+        return cut if _writes(tokenizer, prompt, cut, text) else plain
+    return plain
+
+
+def _writes(tokenizer: TokenizerWrapper, prompt: Conversation, message: Message, text: str) -> bool:
+    """Return whether the template writes a message as this text."""
+    answered = replace(prompt, messages=(*prompt.messages, message))
+    try:
+        before, whole = RenderedChat.of(tokenizer, prompt, prompt=True), RenderedChat.of(tokenizer, answered)
+    except DataError:
+        return False
+    return whole.text.startswith(before.text + text)

@@ -19,6 +19,7 @@ from eagle_mlx.text import is_loop
 from ..conversation import Conversation, Message
 from ..jsonl import as_line, open_partial
 from ..rendering import prompt_tokens
+from ..template import answer_message
 from .loop import Counts, Task, run_tasks, seed_of, text_settings
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
@@ -153,7 +154,8 @@ class Regeneration(Task):
         if loops:
             self.report = self.report.plus({"looping": 1})
         else:
-            self._messages.append(Message("assistant", output.text))
+            assert self._target.tokenizer is not None
+            self._messages.append(answer_message(self._target.tokenizer, self._so_far, output.text))
             self.report = self.report.plus({"answers": 1, "tokens": len(output.tokens), "cut": int(cut)})
 
     def give_up(self, tokens: Sequence[int]) -> bool:

@@ -25,6 +25,7 @@ from eagle_mlx.text import is_loop
 from ..conversation import Conversation, Message
 from ..options import MakeConfig
 from ..rendering import prompt_tokens
+from ..template import answer_message
 from . import Domain, find_user_place, steerable
 from .loop import LOOK, Counts, Task, seed_of
 
@@ -230,13 +231,17 @@ class Try(Task):
 
     def _add_answer(self, output: Output, tokens: list[int]) -> bool:
         """Add an answer, as `_add_question` does; return whether a question follows."""
+        message = answer_message(self._tokenizer, Conversation(self._under(self.system)), output.text)
+        shown = [message.content, *map(str, message.extra.values())]
+        if shown != [output.text]:  # without the tags of the message's parts
+            tokens = self._tokenizer.encode("\n".join(shown), add_special_tokens=False)
         why = why_no_answer(output.text, tokens, self._special)
         if why is not None:
             self._fail(why)
             return False
         counts = {"answers": 1, "answer_tokens": len(output.tokens), "cut": int(output.finish_reason == "length")}
         self.report = replace(self.report.plus(counts), tokens=output.prompt_tokens + len(output.tokens))
-        self.messages.append(Message("assistant", output.text))
+        self.messages.append(message)
         self.kept = len(self.messages)
         return output.finish_reason != "length" and self.kept // 2 < self.turns
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,7 @@ from eagle_mlx.data_pipelines.synthesis.file import (
 from eagle_mlx.data_pipelines.synthesis.loop import LOOK
 from eagle_mlx.data_pipelines.synthesis.tries import (
     MakeReport,
+    Try,
     loops,
     loops_so_far,
     why_no_answer,
@@ -49,8 +51,10 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.request import Output
 from eagle_mlx.target import Target
-from tests.data_pipelines.templates import render
+from tests.data_pipelines.templates import render, template_tokenizer
+from tests.data_pipelines.test_template import ANALYSIS, CHANNELS, FINAL
 from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
 from tests.forks import Fork
 from tests.full import in_full
@@ -407,6 +411,23 @@ def test_domains_of_ones_own(target: Target, tmp_path: Path) -> None:
 )
 def test_what_a_user_says(text: str, ended: bool, why: str | None) -> None:
     assert why_no_question(text, range(40), ended, ()) == why
+
+
+def test_the_tags_between_the_parts_of_an_answer_are_no_markup(target: Target) -> None:
+    """In gpt-oss, special tokens stand between thoughts and answer; a target may not write them within a part."""
+    tokenizer = template_tokenizer(CHANNELS, ["<|end|>"])
+    for thought, usable in (("Sun", True), ("Sun<|message|>", False)):
+        text = f"{ANALYSIS}{thought}<|end|><|start|>assistant{FINAL}Warm."
+        config = MakeConfig(questions=(("", "Warm?"),), turns=(1.0,))
+        made = Try(Engine(target), config, 0, tokenizer, steerable(target.tokenizer, config.domains, "tiny"))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        output = Output(text, tokens, "stop", 5, 1, 0, 0, [], [])
+        made.take(SimpleNamespace(request=SimpleNamespace(stop_ids=())), output)  # type: ignore[arg-type]
+        conversation, _ = made.result()
+        assert (conversation is not None) == usable
+        if conversation is not None:
+            assert conversation.messages[-1] == Message("assistant", "Warm.", {"thinking": thought})
+            assert made.report.markup == 0
 
 
 def test_loops_special_tokens_and_refusals() -> None:

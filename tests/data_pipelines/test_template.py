@@ -8,6 +8,7 @@ import pytest
 
 from eagle_mlx.data_pipelines import prompt_tokens, render_all
 from eagle_mlx.data_pipelines.sources.rows import parse_row
+from eagle_mlx.data_pipelines.template import answer_message
 from eagle_mlx.errors import DataError
 from tests.data_pipelines.templates import shown, template_tokenizer
 
@@ -168,3 +169,55 @@ def test_reasoning_reaches_the_template_under_any_name(key: str, read: str) -> N
     tokenizer = template_tokenizer(template, END)
     assert shown(tokenizer, row) == "<|user|>a<|end|><|assistant|>⟦cb<|end|>⟧"
     assert render_all(tokenizer, [parse_row(row, "x:1")], 100)[1].notes("tiny") == []
+
+
+THOUGHTS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}"
+    "{% set parts = ((m.get('reasoning_content') or '') ~ '</think>' ~ m['content']) if '</think>' not in m['content']"
+    " else m['content'] %}<think>\n{{ parts.split('</think>')[0].split('<think>')[-1].strip() }}\n</think>\n\n"
+    "{{ parts.split('</think>')[-1].strip() }}{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As Qwen3: splits thoughts off the content, and writes empty ones too."""
+BEGUN = THOUGHTS.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")
+"""As Qwen3-Thinking: the prompt begins the thoughts."""
+FORGOTTEN = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+"""As R1's distilled models: the history has no thoughts."""
+CHANNELS = (
+    "{% for m in messages %}{% if '<|channel|>' in m['content'] %}{{ raise_exception('channels in a content') }}"
+    "{% endif %}<|start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}{% if m.get('thinking') and loop.last %}"
+    "<|channel|>analysis<|message|>{{ m['thinking'] }}<|end|><|start|>assistant{% endif %}<|channel|>final{% endif %}"
+    "<|message|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss: refuses its own tags in a content."""
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "content", "extra"),
+    [
+        (THOUGHTS, "<think>\nSo\n</think>\n\nYes", "<think>\nSo\n</think>\n\nYes", {}),
+        (THOUGHTS, "<think>\nSo far", "", {"reasoning_content": "So far"}),
+        (THOUGHTS, "Yes", "Yes", {}),
+        (BEGUN, "So\n</think>\n\nYes", "So\n</think>\n\nYes", {}),
+        (BEGUN, "So far", "", {"reasoning_content": "So far"}),
+        (FORGOTTEN, "So far", "So far", {}),
+        (CHANNELS, f"{ANALYSIS}So<|end|><|start|>assistant{FINAL}Yes", "Yes", {"thinking": "So"}),
+        (CHANNELS, f"{ANALYSIS}So far", "", {"thinking": "So far"}),
+        (CHANNELS, f"{FINAL}Yes", "Yes", {}),
+        (KNOWN, f"{FINAL}Yes", f"{FINAL}Yes", {}),
+    ],
+)
+def test_an_answer_is_the_message_that_the_template_writes_like_it(
+    template: str, written: str, content: str, extra: dict[str, str]
+) -> None:
+    tokenizer = template_tokenizer(template, END)
+    question = {"role": "user", "content": "Warm?"}
+    message = answer_message(tokenizer, parse_row({"messages": [question]}, "x:1"), written)
+    assert (message.content, dict(message.extra)) == (content, extra)
+    learned = shown(tokenizer, {"messages": [question, message.as_dict()]}).replace("⟦", "")
+    if template is not FORGOTTEN and written != "Yes":
+        assert written in learned
