@@ -227,7 +227,7 @@ def test_the_target_answers_prompts_and_writes_what_must_not_be_forgotten(
     assert report["data"]["prompts_held_out"]
     capsys.readouterr()
     assert main([*line, "--output", str(out), "--overwrite"]) == 0
-    assert capsys.readouterr().err.count("already complete") == 2
+    assert capsys.readouterr().err.count("used as it is") == 2
     prompts.write_text(prompts.read_text().replace("question 3", "problem 3"))
     assert main([*line, "--output", str(out), "--overwrite"]) == 2
     assert re.search(r"was made with prompts '\w{16}', not '\w{16}'; move it away", capsys.readouterr().err)

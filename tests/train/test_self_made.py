@@ -142,7 +142,7 @@ def test_only_runs_with_the_same_settings_reuse_the_data(
     file = copied(whole[0], out)
     made = file.read_bytes()
     assert main(command(talker, out, "--limit", "3")) == 0
-    assert "already complete" in capsys.readouterr().err
+    assert "used as it is" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 3
     for more, why in (
         (("--seed", "1"), "was made with seed 0, not 1"),

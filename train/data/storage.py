@@ -198,7 +198,7 @@ def _on_every_machine(file: Path, settings: Mapping[str, Any], world: World, mak
             print("the conversations so far are kept; the same command continues", file=sys.stderr)
             raise
         mx.clear_cache()  # training does not need the KV cache
-        print(f"{file}: {made or 'already complete'}", file=sys.stderr)
+        print(f"{file}: {made or 'used as it is; move it away to make it again'}", file=sys.stderr)
     if world.size == 1:
         return
     # If each machine made the file, rounding differences could give different texts.
