@@ -14,6 +14,7 @@ def test_warm_up_then_cosine() -> None:
     assert learning_rate_factor(0.55, 0.1, 0.0) == pytest.approx(0.5)
     assert learning_rate_factor(1.0, 0.1, 0.2) == pytest.approx(0.2)
     assert learning_rate_factor(2.0, 0.1, 0.2) == pytest.approx(0.2)
+    assert learning_rate_factor(1.0, 1.0, 0.2) == pytest.approx(0.2)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
