@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -24,6 +25,7 @@ from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.setting import REQUIRED, Group, Setting, flag, groups_of, settings_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _HIDDEN = {
     "target": ("model", "target_model"),
     "data": ("train_data",),
@@ -108,8 +110,24 @@ class Stop:
 def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
     """Run a command; return its status or 0, 2 for an error that the user can fix, 130 or 143 if interrupted.
 
-    `kept` is the message for an interruption without one. A closed pipe is not an error.
+    `kept` is the message for an interruption without one. A closed pipe is not an error, a full disk is one.
     """
+    status = 0
+    try:
+        status = _status(work, kept)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at its own exit, Python would report an error with a trace
+    except OSError as e:
+        if not isinstance(e, BrokenPipeError) and e.errno not in _FULL:
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (discards remaining output)
+        if e.errno in _FULL:
+            print(f"error: the output cannot be written ({e.strerror}); make space and try again", file=sys.stderr)
+            return 2
+    return status
+
+
+def _status(work: Callable[[], int | None], kept: str) -> int:
     try:
         return work() or 0
     except EagleError as e:
@@ -118,9 +136,6 @@ def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
     except KeyboardInterrupt as e:
         print("; ".join(filter(None, ("interrupted", str(e) or kept))), file=sys.stderr)
         return e.exit_code if isinstance(e, Stopped) else 130
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (discards remaining output)
-        return 0
 
 
 def arguments(argv: Sequence[str] | None) -> list[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +173,27 @@ def test_all_commands_end_in_one_way(
     monkeypatch.setattr("sys.stdout", None)  # so that the changes for a broken pipe are undone
     assert exit_code(work, "nothing is kept") == code
     assert capsys.readouterr().err == reason
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("size", [1, 100_000], ids=["written at the end", "written at once"])
+@pytest.mark.parametrize(
+    ("output", "code", "reason"),
+    [
+        ("> /dev/full", 2, "error: the output cannot be written (No space left on device); make space and try again\n"),
+        ("| (exec <&-; cat /dev/null)", 0, ""),
+    ],
+    ids=["a full disk", "a closed pipe"],
+)
+def test_an_output_that_takes_no_text_ends_a_command_without_a_trace(
+    size: int, output: str, code: int, reason: str
+) -> None:
+    work = f"time.sleep(0.2); sys.exit(exit_code(lambda: print({size} * 'x')))"
+    program = f"import sys, time; from eagle_mlx.command import exit_code; {work}"
+    script = f"({shlex.quote(sys.executable)} -c {shlex.quote(program)}; echo $? >&2) {output}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert ended.stderr == f"{reason}{code}\n"
 
 
 def test_a_signal_waits_until_a_deferred_block_checks() -> None:
