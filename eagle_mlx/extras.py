@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from functools import partial
 from importlib.util import find_spec
 
@@ -45,7 +47,14 @@ def _installed(module: str) -> bool:
 
 
 def _run(main: str) -> int:
-    """Run a command; return its exit status, 130 after an unhandled Ctrl-C, even while it is imported."""
+    """Run a command; return its exit status, 130 after an unhandled Ctrl-C, even while it is imported.
+
+    Closed standard streams are opened first: files would take their numbers, and MLX reads no file as number 0.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
     return exit_code(late(f"eagle_mlx.{main}"))
 
 

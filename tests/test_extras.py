@@ -211,3 +211,12 @@ def test_a_program_that_imports_the_library_sees_the_interruption_itself() -> No
     ended = run(INTERRUPTED.split("from eagle_mlx")[0] + "import eagle_mlx\neagle_mlx.Engine\n", "mlx")
     assert "KeyboardInterrupt" in ended.stderr
     assert ended.returncode != 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_a_command_reads_weights_though_its_standard_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    program = "import sys; from eagle_mlx.extras import convert; sys.exit(convert())"
+    words = [sys.executable, "-c", program, str(ROOT / "checkpoints" / "head"), "--to", "eagle3", "--output", "copy"]
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], cwd=tmp_path, timeout=120, check=False)
+    assert ended.returncode == 0
+    assert (tmp_path / "copy" / "model.safetensors").exists()
