@@ -230,7 +230,7 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
     if not has_mtp_layer(folder):
         return load_head(folder, target)
     head, _ = mtp_of_model(folder)
-    check_fit(head, target)
+    check_fit(head, target, f"head {name}")
     head.attach(target)
     return head
 

@@ -46,7 +46,7 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
         head: DraftHead = layout.load(files)
     head.draft_window = _draft_window(files)
     if target is not None:
-        check_fit(head, target)
+        check_fit(head, target, f"head {name}")
         head.attach(target)
     return head
 
@@ -104,8 +104,8 @@ def _refusal(config: Mapping[str, Any]) -> str | None:
     return f"an assistant (model_type {model_type}), {why}"
 
 
-def check_fit(head: DraftHead, target: Target) -> None:
-    """Raise HeadError if the head does not fit the target."""
+def check_fit(head: DraftHead, target: Target, what: str = "head") -> None:
+    """Raise HeadError, which names the head as `what`, if it does not fit the target."""
     layers, width = head.named_layers, target.hidden_size
     sizes = (
         ("hidden size", head.target_hidden_size, width),
@@ -116,4 +116,4 @@ def check_fit(head: DraftHead, target: Target) -> None:
     if layers and (max(layers) >= target.num_layers or min(layers) < 0):
         wrong.append(f"reads layers {layers} but the target has {target.num_layers} layers")
     if wrong:
-        raise HeadError(f"head {wrong[0]}; was it trained for another model?")
+        raise HeadError(f"{what} {wrong[0]}; was it trained for another model?")

@@ -315,11 +315,13 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_head_is_checked_against_its_target(tmp_path: Path) -> None:
     saved(tmp_path / "h")
     assert isinstance(load_head(tmp_path / "h", tiny_target()), Eagle3Head)
-    with pytest.raises(HeadError, match=r"head expects a target of hidden size 32 but the target has 64; was it"):
+    with pytest.raises(
+        HeadError, match=rf"head {tmp_path}/h expects a target of hidden size 32 but the target has 64;"
+    ):
         load_head(tmp_path / "h", tiny_target(hidden=64))
     with pytest.raises(HeadError, match="vocabulary 128 but the target has 256"):
         load_head(str(tmp_path / "h"), tiny_target(vocab=256))
-    with pytest.raises(HeadError, match=r"head reads layers \(0, 2, 3\) but the target has 2 layers"):
+    with pytest.raises(HeadError, match=r"/h reads layers \(0, 2, 3\) but the target has 2 layers"):
         load_head(tmp_path / "h", tiny_target(layers=2))
 
 

@@ -103,7 +103,7 @@ def test_a_head_that_does_not_fit_is_skipped_with_the_reason(models: Path, targe
     assert speculation.head == str(models / "head")
     assert isinstance(proposer, em.HeadProposer)
     assert len(lines) == 2
-    assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in lines[0]
+    assert f"other is skipped: head {models}/other expects a target of hidden size 64 but the target has 32" in lines[0]
 
 
 def test_without_a_head_ngrams_draft(models: Path, target: Target) -> None:

@@ -355,7 +355,7 @@ def test_a_resumed_run_comes_to_the_same_verdict(
             "leave --minutes and --max-steps out",
         ),
         (("--adapt", "HEAD", "--data", "DATA", "--replay", "no.jsonl"), "no.jsonl"),
-        (("--adapt", "WIDE", "--data", "DATA", "--replay", "DATA"), "WIDE: head expects a target of hidden size 16"),
+        (("--adapt", "WIDE", "--data", "DATA", "--replay", "DATA"), "head WIDE expects a target of hidden size 16"),
         (("--data", "DATA", "--replay", "DATA"), "--replay belongs to --adapt"),
         (("--prompts", "DATA"), "--prompts belongs to --adapt"),
     ],

@@ -464,7 +464,7 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
             "--base-model: 'a/b/c' is not a valid repository name",
         ),
         ("mtp", ["--to", "speculators"], "the speculators layout cannot express norm_output=False"),
-        ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),
+        ("eagle3", ["--to", "speculators", "--target", "TARGET"], " expects a target of vocabulary 64 but"),
     ],
 )
 def test_unsupported_conversions_are_refused(

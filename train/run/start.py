@@ -53,7 +53,7 @@ def existing_head(target: Target, config: TrainSettings) -> Head | None:
     try:
         loaded: Any = load_head(config.head.init_from, target)
     except HeadError as e:
-        raise HeadError(f"{config.head.init_from}: {e} Name its target, or train a new head") from e
+        raise HeadError(f"{e} Name its target, or train a new head") from e
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
         raise ConfigError(
