@@ -52,6 +52,13 @@ def test_each_size_has_a_finite_positive_number(
         assert f"{part}: 100%" in bars
 
 
+def test_another_folder_than_one_of_learning_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--shape", "tiny", "--seconds", "0.001", "--learn", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is not a folder of eagle-serve --learn\n"
+
+
 def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then only a few sizes are."""
     folder, file = tiny_target_folder(tmp_path / "target"), tmp_path / "found.json"

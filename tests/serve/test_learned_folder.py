@@ -150,11 +150,13 @@ def test_forget_deletes_the_texts_and_log_shows_the_versions(
 ) -> None:
     folder = tmp_path / "learned"
     assert heads(["forget", str(folder)]) == 2
-    assert heads(["log", str(folder)]) == 1
+    assert heads(["log", str(folder)]) == 2
+    assert capsys.readouterr().err.count(f"{folder} is not a folder of eagle-serve --learn") == 2
     with claim(folder, {}):
         texts, versions = Texts(folder / "texts", 1 << 20, META), Versions(folder)
         texts.add(example(1))
         texts.flush()
+        assert heads(["log", str(folder)]) == 1
         save(versions, 1)
         versions.take_over(event(1))
     with locked(folder / "lock"):
