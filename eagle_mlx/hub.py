@@ -205,12 +205,11 @@ def public_name(name: str | Path) -> str:
     return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name
 
 
-def why_damaged(place: Path, otherwise: str) -> str:
-    """Explain why a file or folder of weights cannot be read: as a Git LFS pointer, or with the reason `otherwise`."""
-    for file in sorted(place.glob(WEIGHTS)) if place.is_dir() else [place]:
-        with suppress(OSError), file.open("rb") as opened:
-            if opened.read(len(_POINTER)) == _POINTER:
-                return f"{file} is a Git LFS pointer and not the weights; type git lfs pull in {file.parent}"
+def why_damaged(file: Path, otherwise: str) -> str:
+    """Explain why a file of weights cannot be read: as a Git LFS pointer, or with the reason `otherwise`."""
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            return f"{file} is a Git LFS pointer and not the weights; type git lfs pull in {file.parent}"
     return otherwise
 
 

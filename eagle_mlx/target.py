@@ -21,8 +21,8 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from eagle_mlx import adapters, hooks, hub
 from eagle_mlx.cpu import SharedAngles, compute_dtype, use_shortcuts
-from eagle_mlx.errors import TargetError, in_one_line, loading
-from eagle_mlx.formats.tensors import arrays_of
+from eagle_mlx.errors import CheckpointError, TargetError, in_one_line, loading
+from eagle_mlx.formats.tensors import arrays_of, check_length
 from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
 from eagle_mlx.vision.reading import ImageInput
@@ -299,7 +299,14 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
             hint = "; if you trust its authors, add --trust-remote-code"
         if isinstance(e, ModuleNotFoundError) and str(e.name).startswith("mlx_lm."):
             hint = "; update mlx-lm, or correct chat_template_type or tool_parser_type in its tokenizer_config.json"
-        why = hub.why_damaged(folder, f"{in_one_line(e)}{hint}")
+        if str(e).startswith(("Received ", "Missing ")):
+            hint = "; if these are the weights of a head, name its target here, and the folder as the head"
+        why = in_one_line(e).rstrip(".") + hint
+        try:
+            for file in sorted(folder.glob(hub.WEIGHTS)):
+                check_length(file)
+        except CheckpointError as damage:  # MLX names no file
+            why = str(damage)
         raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
     templates = tokenizer.chat_template
     if isinstance(templates, dict):  # mlx-lm searches only single templates for marks of tools

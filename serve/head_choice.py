@@ -89,7 +89,7 @@ def list_all() -> int:
 
 
 def list_for(target: str) -> int:
-    """Print the heads for a target; return the exit status, 1 if there is none."""
+    """Print the heads for a target; return the exit status, 1 if there is none. Raises ConfigError."""
     matches = head_search.find_heads(target, say=lambda text: print(text, file=sys.stderr))
     for match in matches:
         ready = match.here and not match.only_by_name
@@ -97,6 +97,8 @@ def list_for(target: str) -> int:
     if (command := head_search.where_mtp_layers_are(target)) is not None:
         print(f"{_WITHOUT_MTP}: {command}")
     if not matches:
+        if hub.hub_id(target) is None and not Path(target).expanduser().is_dir():
+            raise ConfigError(f"there is no folder {target}")
         print(f"no head is known for {' or '.join(names_of(target))}; eagle-train makes one", file=sys.stderr)
     return 0 if matches else 1
 

@@ -228,8 +228,10 @@ def fill(
 def check_length(file: Path) -> None:
     """Raise CheckpointError if a safetensors file is damaged or cut short, which a lazy load notices late or never."""
     try:
-        with safe_open(file, "numpy"):
+        with file.open("rb"), safe_open(file, "numpy"):
             pass
+    except PermissionError as e:
+        raise CheckpointError(f"{file} cannot be read ({e.strerror}); make it readable") from e
     except (SafetensorError, OSError) as e:
         why = f"{file} is damaged or cut short ({file.stat().st_size} bytes: {e}); download or make it again"
         raise CheckpointError(why_damaged(file, why)) from e

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from collections.abc import Callable
@@ -310,6 +311,20 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OutputError, match="No space left"):
         saved(tmp_path / "h")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "h")
+    opened = Path.open
+
+    def refusing(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Permission denied\); make it readable"):
+        load_head(tmp_path / "h")
 
 
 def test_a_head_is_checked_against_its_target(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
+from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.target import Target, digest_of, load_target
@@ -211,6 +212,20 @@ def test_whatever_fails_while_a_target_loads_is_one_line(
         argv = ["--target", str(folder), "--spec-decode", "none", *(["x"] if command is generate else ["--check"])]
         assert command(argv) == 2
         assert capsys.readouterr().err.splitlines()[-1] == f"error: {error.value}"
+
+
+@pytest.mark.parametrize("size", [0, -100])
+def test_a_file_of_weights_that_is_cut_short_is_named(size: int, tmp_path: Path) -> None:
+    weights = tiny_target_folder(tmp_path / "target") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(TargetError, match=f"{weights} is damaged or cut short .* download or make it again"):
+        load_target(weights.parent)
+
+
+def test_a_head_in_place_of_a_target_is_refused_with_where_it_belongs(tmp_path: Path) -> None:
+    save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "head", target_name="tiny")
+    with pytest.raises(TargetError, match="name its target here, and the folder as the head"):
+        load_target(tmp_path / "head")
 
 
 @pytest.mark.parametrize(("advice", "own"), diagonal([0, [0], [0, 5], 5, [5], None], [0, [0], [3, 0], None]))

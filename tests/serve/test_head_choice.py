@@ -334,6 +334,8 @@ def test_find_prints_the_command_and_fails_if_there_is_no_head(capsys: pytest.Ca
     assert capsys.readouterr().out == f"{ABOUT}; to use it: eagle-heads pull {HEAD}\n"
     assert heads(["find", "someone/else"]) == 1
     assert "no head is known for someone/else" in capsys.readouterr().err
+    assert heads(["find", "./else"]) == 2
+    assert capsys.readouterr().err == "error: there is no folder ./else\n"
 
 
 def test_pull_accepts_the_target_name_too(
