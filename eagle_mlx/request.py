@@ -193,6 +193,8 @@ def read_prompt(target: Target, prompt: Prompt) -> ImagePrompt:
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=not images, add_generation_prompt=True)
     except Exception as e:  # a template is a program: what it raises depends on its author
+        if isinstance(e, TypeError) and "TextEncodeInput" in str(e):  # the tokenizer's, for surrogates
+            raise PromptError("a message is not valid Unicode; give text in UTF-8") from e
         raise PromptError(f"the chat template of {target.name} refuses these messages: {e}") from e
     if not images or target.vision is None:
         return ImagePrompt(list(rendered), ())

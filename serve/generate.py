@@ -80,7 +80,10 @@ def _generate(options: GenerateOptions) -> None:
 
 
 def _single(engine: em.Engine, options: GenerateOptions, params: em.SamplingParams) -> list[em.Output]:
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    try:
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    except UnicodeDecodeError as e:
+        raise PromptError(f"standard input cannot be read ({e}); give text in UTF-8") from e
     outputs = []
     render = renderer(engine.target.tokenizer, params.stop, options.color and has_color(sys.stdout))
     prompt = prompt_of(text, engine.target, options)

@@ -722,6 +722,8 @@ def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
 def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(PromptError, match="not valid Unicode: surrogates not allowed at character 2"):
         em.Engine(tiny_target(tokenizer=True)).generate("ab\ud800")
+    with pytest.raises(PromptError, match="a message is not valid Unicode; give text in UTF-8"):
+        em.Engine(tiny_target(tokenizer=True)).generate([{"role": "user", "content": "ab\ud800"}])
 
 
 def test_a_message_that_breaks_the_template_is_one_error() -> None:

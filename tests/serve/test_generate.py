@@ -71,6 +71,14 @@ def test_standard_input_and_raw_prompts(
     assert capsys.readouterr().out == expected(models[0], "import os\n", raw=True) + "\n"
 
 
+def test_a_standard_input_that_is_not_utf_8_is_one_error(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["-", "--target", models[0], *SHORT]) == 2
+    assert "error: standard input cannot be read ('utf-8' codec can't decode byte 0xe9" in capsys.readouterr().err
+
+
 def test_a_file_gives_one_row_per_prompt_in_order(models: tuple[str, str], tmp_path: Path) -> None:
     texts = ["import os", "x", "class A:\n    pass", "def f(x):"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
