@@ -26,6 +26,20 @@ _value = os.environ.get(ENVIRONMENT, "")
 if _value not in ("", "0", "1"):
     raise ConfigError(f"{ENVIRONMENT} is {_value!r}; set it to 0 to compute on a CPU as on a GPU, or unset it")
 _wanted = _value != "0"
+_KERNELS = 2**20  # bytes for what MLX compiles
+
+
+def _can_compile(place: str) -> bool:
+    """Return whether MLX can write the kernels that it compiles for a CPU to a folder, and load them from there."""
+    if not os.access(place, os.W_OK | os.X_OK):
+        return False
+    system = os.statvfs(place)
+    return system.f_bavail * system.f_frsize >= _KERNELS and not system.f_flag & os.ST_NOEXEC
+
+
+_temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp")  # as in C++
+if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) and not _can_compile(_temporary):
+    mx.disable_compile()  # otherwise every forward would raise
 
 
 def use_shortcuts() -> bool:

@@ -47,6 +47,21 @@ def test_a_tuned_process_computes_the_same() -> None:
     assert done.stdout.strip() == "36"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles for the CPU on Linux")
+@pytest.mark.parametrize("place", ["/nonexistent", "/proc"], ids=["missing", "without room"])
+def test_a_cpu_computes_without_a_folder_for_compiled_kernels(place: str) -> None:
+    program = "import eagle_mlx.cpu, mlx.core as mx; print(mx.compile(lambda x: mx.exp(x) * x)(mx.array(0.0)).item())"
+    environment = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "TMPDIR": place},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("0.0\n", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
 def test_a_round_gets_the_memory_of_the_last_one() -> None:
     """Else each round of 48 MB waits until the kernel has zeroed 12,000 pages."""
