@@ -36,6 +36,7 @@ def bench(options: BenchOptions, command: str) -> int:
     loading.follow(name)
     for path in filter(None, (options.json, options.plot)):
         check_file(path)
+    questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
     print(f"blas: {blas.activate()}")
     modes, head_name = _modes(options)
     say = partial(print, file=sys.stderr) if not options.quiet else lambda text: None
@@ -44,7 +45,6 @@ def bench(options: BenchOptions, command: str) -> int:
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
     loading.wire_active()
-    questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
     if options.filler is not None:
         questions = with_filler(questions, target, options.filler)
     machine, dtype = describe(), str(target.dtype).rpartition(".")[2]

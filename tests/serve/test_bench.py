@@ -550,7 +550,7 @@ def test_command_measures_a_head_that_it_finds(
     ("flags", "problem"),
     [
         (["--modes", "eagle"], "--head"),
-        (["--prompts", "missing.jsonl"], "cannot be read"),
+        (["--prompts", "missing.jsonl", "--target", "./missing"], "cannot be read"),  # before models are loaded
         (["--max-tokens", "600"], "do not fit the target's context"),
         (["--temperature", "-1"], "temperature"),
         (["--least-distinct", "1.5"], "must be between 0 and 1"),
