@@ -86,6 +86,7 @@ def doctor(options: DoctorOptions, command: str) -> None:
 
 def _measured(options: DoctorOptions) -> Findings:
     seconds = options.seconds
+    learned = None if options.learned is None else summary(options.learned.expanduser())
     target = _random_target(options) if options.target is None else options.loading.load(options.target)
     draft = None if options.draft_model is None else load_target(options.draft_model)
     if draft is not None:
@@ -108,7 +109,7 @@ def _measured(options: DoctorOptions) -> Findings:
         same_bits=measure.compare_bits(target, compared),
         chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
         draft_model=None if draft is None else _sizes(draft),
-        learned=None if options.learned is None else summary(options.learned.expanduser()),
+        learned=learned,
     )
 
 

@@ -186,6 +186,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def show_log(folder: Path) -> int:
     """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
+    _check(folder)
     events = _read_log(folder)
     if not events:
         print(f"{folder} has no versions of a head yet")
