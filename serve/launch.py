@@ -33,7 +33,7 @@ _SECONDS = 5
 _PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}
 """Names in npm's registry."""
 _MOST_OUTPUT = 8192
-"""Tokens of an answer that opencode may ask for, or a quarter of the context if that is less: prompts need the rest.
+"""Tokens of an answer that an agent may ask for, or a quarter of the context if that is less: prompts need the rest.
 docs/agents.md has the same figure."""
 
 
@@ -55,6 +55,11 @@ class ServedModel:
     model: str
     context: int | None  # tokens; None until the model is loaded
     key: str | None
+
+    @property
+    def output(self) -> int:
+        """The tokens of an answer for which an agent reserves a part of the context."""
+        return min(_MOST_OUTPUT, (self.context or 0) // 4)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ def claude(server: ServedModel) -> Launch:
     variables |= {f"ANTHROPIC_{tier}": server.model for tier in tiers}
     if server.context:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
+        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(server.output)
     return Launch(["claude"], variables)
 
 
@@ -140,7 +146,7 @@ def codex(server: ServedModel) -> Launch:
 
 def opencode(server: ServedModel) -> Launch:
     """Start opencode. Its variable overrides the files of settings."""
-    limit = {"context": server.context, "output": min(_MOST_OUTPUT, server.context // 4)} if server.context else None
+    limit = {"context": server.context, "output": server.output} if server.context else None
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key or "none"},

@@ -109,6 +109,7 @@ PROGRAMS = (
             "ANTHROPIC_AUTH_TOKEN": "none",
             **{f"ANTHROPIC_{name}": "@MODEL@" for name in MODELS},
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "@CONTEXT@",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
             **dict.fromkeys(("DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING", "DISABLE_AUTOUPDATER"), "1"),
         },
         too_long="Prompt is too long",

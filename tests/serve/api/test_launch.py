@@ -59,6 +59,7 @@ def test_claude_gets_the_address_the_key_and_the_model(
     assert variables["ANTHROPIC_AUTH_TOKEN"] == KEY
     assert variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == variables["ANTHROPIC_MODEL"] == NAME
     assert variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(CONTEXT)
+    assert variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(CONTEXT // 4)
 
 
 @pytest.mark.usefixtures("programs")
