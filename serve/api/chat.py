@@ -214,7 +214,8 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     arguments = wishes | (body.chat_template_kwargs or {})
     messages, pictures = body.plain_messages()
     messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)
-    chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
+    seen = list(filter(body.is_seen, offer.tools))
+    chat = loaded.chat.chat(messages, seen, arguments, bool(body.continue_final_message), encode.check)
     whole: Encode = encode
     if images and vision is not None:
         whole = lambda text, special: vision.encode(text, images, lambda part: encode(part, special))  # noqa: E731

@@ -35,8 +35,8 @@ class OwnTool(Body):
     name: ToolName
     description: str | None = None
     strict: bool | None = None
-    # Ignored: all tools are in the prompt.
-    defer_loading: bool | None = None
+    defer_loading: bool | None = None  # ignored in the Responses API: all tools are in the prompt
+    # Ignored: only the model calls tools.
     allowed_callers: list[str] | None = None
 
 

@@ -15,7 +15,7 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from ..chat.history import PARAGRAPH
-from .answer import named_event, respond, respond_encoded
+from .answer import dumps, named_event, respond, respond_encoded
 from .chat import EncodedChat, render_chat
 from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, translated
 from .encoding import Encoder
@@ -62,10 +62,20 @@ class ToolUseBlock(Cached):
     caller: Any = None
 
 
+class ToolReferenceBlock(Cached):
+    """A tool that a search of the client's own has found. Its definition takes the place of the block."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultPart = TextBlock | ToolReferenceBlock | Media
+
+
 class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[Annotated[TextBlock | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
+    content: str | Many[Annotated[ResultPart, BY_TYPE, BeforeValidator(without_data)]] | None = None
     is_error: bool | None = None
 
 
@@ -170,7 +180,7 @@ def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         chat |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
-    return translated(turns, chat, names_of(body), limits)
+    return translated(turns, chat, names_of(body), limits).without_tools(_deferred(body))
 
 
 def names_of(body: CountTokensRequest) -> Names:
@@ -182,6 +192,14 @@ def _is_hosted(tool: ClientTool | BareTool) -> bool:
     return isinstance(tool, BareTool) and tool.type not in KNOWN_TOOLS
 
 
+def _deferred(body: CountTokensRequest) -> set[str]:
+    """Return the tools that the model sees only once its client's search finds them."""
+    tools = body.tools or []
+    if any(tool.type.startswith("tool_search_tool") for tool in tools if isinstance(tool, BareTool)):
+        return set()  # the search of Anthropic's servers, which would find them, is missing here
+    return {tool.name for tool in tools if isinstance(tool, ClientTool) and tool.defer_loading}
+
+
 def _turns(body: CountTokensRequest) -> Turns:
     last = len(body.messages) - 1
     conversation = Turns(f"messages[{last}].")
@@ -189,8 +207,9 @@ def _turns(body: CountTokensRequest) -> Turns:
         conversation.say("system", text)
     if body.messages[last].role == "user":
         conversation.pictures.check_last(body.messages[last].content, f"messages[{last}].content")
+    functions = {str(tool.name): _function(tool)["function"] for tool in body.tools or () if not _is_hosted(tool)}
     for index, turn in enumerate(body.messages):
-        _add(conversation, turn, f"messages[{index}].content")
+        _add(conversation, turn, f"messages[{index}].content", functions)
     return conversation
 
 
@@ -198,7 +217,7 @@ def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else [*(content or [])]
 
 
-def _add(conversation: Turns, turn: Turn, where: str) -> None:
+def _add(conversation: Turns, turn: Turn, where: str, functions: dict[str, Any]) -> None:
     if turn.role == "assistant":
         conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
     elif turn.content in (None, []):
@@ -215,13 +234,29 @@ def _add(conversation: Turns, turn: Turn, where: str) -> None:
             conversation.call(block.id, block.name, block.input)
         elif isinstance(block, ToolResultBlock):
             place = f"{where}[{index}]"
-            parts = (_text(x, conversation, f"{place}.content[{at}]") for at, x in enumerate(_blocks(block.content)))
+            parts = (
+                _definition(part.tool_name, functions)
+                if isinstance(part, ToolReferenceBlock)
+                else _text(part, conversation, f"{place}.content[{at}]")
+                for at, part in enumerate(_blocks(block.content))
+            )
             result = ("Error: " if block.is_error else "") + paragraphs(parts)
             conversation.result(block.tool_use_id, result, f"{place}.tool_use_id")
 
 
 def _text(block: TextBlock | Media, conversation: Turns, where: str) -> str:
     return block.text if isinstance(block, TextBlock) else conversation.pictures.text(block, where)
+
+
+def _definition(name: str, functions: dict[str, Any]) -> str:
+    """Return a tool's definition, as Claude Code announces it, once: a long prompt needs a long request."""
+    if name not in functions:
+        return f"[the tool {name} is not offered]"
+    if (function := functions[name]) is None:
+        return f"[the tool {name} is described above]"
+    functions[name] = None
+    about = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return f"<functions>\n<function>{dumps(about)}</function>\n</functions>"
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from math import inf
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -349,11 +349,21 @@ class ChatRequest(ChatExtensions, ChoicesRequest):
     web_search_options: None = None
 
     _pictures: Pictures | None = PrivateAttr(None)
+    _without: Collection[str] = PrivateAttr(())
 
     def with_pictures(self, pictures: Pictures) -> Self:
         """Return the request itself, with images for the marks that its messages have already."""
         self._pictures = pictures
         return self
+
+    def without_tools(self, names: Collection[str]) -> Self:
+        """Return the request itself, whose prompt leaves out these tools. The model may call them even so."""
+        self._without = names
+        return self
+
+    def is_seen(self, tool: Mapping[str, Any]) -> bool:
+        """Return whether the prompt describes a tool."""
+        return tool["function"]["name"] not in self._without
 
     def plain_messages(self) -> tuple[list[dict[str, Any]], Pictures]:
         """Return the messages for a template with marks for images, and the images. Raises ApiError 400 if the last is

@@ -153,6 +153,58 @@ def test_billing_headers_do_not_change_the_prompt_of_claude_code(thinker: Live) 
 COUNTED = ("model", "system", "messages", "tools", "thinking", "context_management", "output_config")
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+def test_deferred_tools_are_described_where_the_search_of_claude_code_found_them(caller: Live, hosted: bool) -> None:
+    """The prompt keeps its beginning, so the prefix cache serves it. A hosted search would never find them."""
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    later = {"input_schema": {}, "defer_loading": True}
+    names = ("Stop", "Stop", "Gone")
+    body = {
+        "tools": [
+            {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {}},
+            {"name": "Stop", "description": "Stops a task.", **later},
+            {"name": "Placeholder", **later},
+            *([search] if hosted else []),
+        ],
+        "messages": [
+            *USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "ToolSearch", "input": {"command": "x"}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "a",
+                        "content": [{"type": "tool_reference", "tool_name": name} for name in names],
+                    }
+                ],
+            },
+        ],
+    }
+    about = {"name": "Stop", "description": "Stops a task.", "parameters": {}}
+    definition = f"<functions>\n<function>{json.dumps(about, separators=(',', ':'))}</function>\n</functions>"
+    notes = ("[the tool Stop is described above]", "[the tool Gone is not offered]")
+    tools = [
+        function("ToolSearch", "Finds tools.", {}),
+        function("Stop", "Stops a task.", {}),
+        function("Placeholder", None, {}),
+    ]
+    told = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [called("a", "ToolSearch", "x")]},
+        {"role": "tool", "tool_call_id": "a", "content": "\n\n".join((definition, *notes))},
+    ]
+    fields = {"messages": told, "tools": tools if hosted else tools[:1], "max_tokens": 1}
+    chat = caller.http.post(CHAT, json=fields).json()
+    assert caller.http.post(COUNT, json=body).json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    forced = body | {"max_tokens": 200, "tool_choice": {"type": "tool", "name": "Stop"}}
+    answer = caller.http.post(MESSAGES, json=forced).json()
+    assert [block["name"] for block in answer["content"]] == ["Stop"]
+
+
 def test_requests_of_codex_are_answered(thinker: Live) -> None:
     answer = thinker.http.post(RESPONSES, json=codex())
     assert answer.status_code == 200, answer.text
