@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from tests.clients.recorder import Exchange
@@ -19,7 +20,7 @@ KNOWN = "x-anthropic-billing-header:"
 
 
 def trimmed(exchanges: Sequence[Exchange], called: str | None) -> list[dict[str, Any]]:
-    """Return requests as the tests replay them. called: a tool that must stay."""
+    """Return requests that were answered, as the tests replay them. called: a tool that must stay."""
     return [
         {
             "method": exchange.method,
@@ -30,6 +31,7 @@ def trimmed(exchanges: Sequence[Exchange], called: str | None) -> list[dict[str,
             "body": _body(exchange.body, called) if exchange.body else None,
         }
         for exchange in exchanges
+        if exchange.status == HTTPStatus.OK
     ]
 
 
