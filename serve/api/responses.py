@@ -20,7 +20,7 @@ from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .metrics import stats
 from .received import client_of, key_of, models_of, receive
-from .responses_request import Functions, Item, ResponsesRequest, chat_request, input_items, sealed
+from .responses_request import Functions, Item, ItemReference, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
 from .stored import ResponseMemory, StoredResponse
@@ -246,8 +246,17 @@ async def responses(request: Request) -> Response:
         earlier += before.items
         received = replace(received, is_long=received.is_long or before.nbytes >= limits.long_bytes)
 
+    given, references = input_items(body), dict[str, bytes]()
+    for at, item in enumerate(given):
+        if isinstance(item, ItemReference):
+            if item.id in references:  # few references could make a long conversation
+                raise ApiError(400, f"input[{at}].id: item {item.id[:100]!r} is given twice", f"input[{at}].id")
+            references[item.id] = memory.item(item.id, f"input[{at}].id")
+    received = replace(received, is_long=received.is_long or sum(map(len, references.values())) >= limits.long_bytes)
+
     def pending() -> Callable[[Call], PendingResponse]:
-        new, functions = input_items(body), Functions(body.tools or ())
+        functions = Functions(body.tools or ())
+        new = [_ITEM.validate_json(references[x.id]) if isinstance(x, ItemReference) else x for x in given]
         if len(earlier) + len(new) > limits.containers:
             message = f"the conversation has more than {limits.containers} items; begin a new one"
             raise ApiError(413, message, "input", "request_too_large")

@@ -86,11 +86,16 @@ class ReasoningItem(GivenItem):
     encrypted_content: str | None = None
 
 
-Item = Annotated[
-    MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem | Media,
-    BY_TYPE,
-    BeforeValidator(without_data),
-]
+class ItemReference(Body):
+    """An item of a stored response, as Vercel's AI SDK sends back the answers that it got."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+_Known = MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem
+Item = Annotated[_Known | Media, BY_TYPE, BeforeValidator(without_data)]
+InputItem = Annotated[_Known | ItemReference | Media, BY_TYPE, BeforeValidator(without_data)]
 
 
 class Reasoning(Body):
@@ -173,7 +178,7 @@ class AllowedChoices(Body):
 
 
 class ResponsesRequest(ChatExtensions, OpenAIRequest):
-    input: str | Annotated[Many[Item], Field(min_length=1)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -287,7 +292,7 @@ def _description(tool: FlatTool) -> str | None:
 _SEALED = "thought:"  # prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it
 
 
-def input_items(body: ResponsesRequest) -> list[Item]:
+def input_items(body: ResponsesRequest) -> list[Item | ItemReference]:
     return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 

@@ -18,6 +18,7 @@ _RESPONSE_BYTES = 1000  # memory of a stored response besides its items and its 
 class StoredResponse:
     json: bytes
     items: Sequence[bytes]  # the whole conversation, including the response, as JSON
+    outputs: Mapping[str, bytes]  # the response's own items, by id
     client: str
     nbytes: int  # memory that it takes, as if it shared no items with earlier turns
 
@@ -25,8 +26,11 @@ class StoredResponse:
     def of(cls, response: Mapping[str, Any], before: Sequence[bytes], client: str) -> StoredResponse:
         """before: the conversation without the response."""
         json = dumps(response).encode()
-        items = (*before, *(dumps(item).encode() for item in response["output"]))
-        return cls(json, items, client, _RESPONSE_BYTES + len(json) + sum(len(item) + _ITEM_BYTES for item in items))
+        outputs = {item["id"]: dumps(item).encode() for item in response["output"]}
+        items = (*before, *outputs.values())
+        return cls(
+            json, items, outputs, client, _RESPONSE_BYTES + len(json) + sum(len(item) + _ITEM_BYTES for item in items)
+        )
 
 
 class ResponseMemory:
@@ -56,6 +60,14 @@ class ResponseMemory:
         stored = self.delete(id, param)
         self.store(id, stored)  # as the most recently used
         return stored
+
+    def item(self, id: str, param: str) -> bytes:
+        """Return an item of a stored response. Raises ApiError 400 that names the field `param` if it is missing."""
+        response = f"resp_{id.partition('_')[2].rpartition('_')[0]}"
+        outputs = self.get(response).outputs if response in self._responses else {}
+        if id not in outputs:
+            raise ApiError(400, f"{param}: item {id[:100]!r} is not stored; send the item itself", param)
+        return outputs[id]
 
     def delete(self, id: str, param: str | None = None) -> StoredResponse:
         if id not in self._responses:

@@ -242,6 +242,24 @@ def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
+def test_a_conversation_may_refer_to_items_of_stored_responses(server: Live) -> None:
+    first = ask(server, input="def f(x):", max_output_tokens=9, seed=1)
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    follow = {"max_output_tokens": 9, "seed": 2}
+    second = ask(server, input=[*USER, reference, *USER], **follow)
+    whole = [*USER, {"role": "assistant", "content": said(first)}, *USER]
+    assert said(second) == said(ask(server, input=whole, **follow))
+    third = ask(server, input=USER, previous_response_id=second["id"], **follow)
+    longer = [*whole, {"role": "assistant", "content": said(second)}, *USER]
+    assert said(third) == said(ask(server, input=longer, **follow))
+    forgotten = ask(server, input=USER, store=False, **follow)["output"][0]["id"]
+    for id, reason in [(reference["id"], "is given twice"), (forgotten, "is not stored; send the item itself")]:
+        answer = server.http.post(URL, json={"input": [*USER, reference, {"type": "item_reference", "id": id}]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input[2].id")
+        assert reason in error["message"]
+
+
 def test_items_that_could_not_be_read_again_are_refused(server: Live) -> None:
     item = {"type": "media", "kind": "Ö"}
     assert server.http.post(URL, json={"input": [item, *USER]}).status_code == 400
