@@ -85,10 +85,10 @@ def _calls(tools: Sequence[Tool], form: CallForm, opening: str, several: bool, t
 
 
 def parameters_of(tool: Tool) -> Schema:
-    """Return the schema of a tool's arguments. They are always an object, even if the schema does not say so."""
+    """Return the schema of a tool's arguments. They are always an object, whatever type the schema has."""
     parameters: Schema = tool["function"].get("parameters") or {}
     parameters = _enforceable(parameters) if is_loose(tool) else parameters
-    return parameters if "type" in parameters else {**parameters, "type": "object"}
+    return {**parameters, "type": "object"}
 
 
 def is_loose(tool: Tool) -> bool:

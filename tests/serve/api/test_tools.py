@@ -73,6 +73,15 @@ def test_a_required_call_is_made(caller: Live, choice: Any) -> None:
     assert after.choices[0].finish_reason in ("length", "stop")
 
 
+@pytest.mark.parametrize("kind", ["array", ["array", "null"]])
+def test_the_arguments_of_a_required_call_are_an_object_whatever_type_the_schema_has(caller: Live, kind: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": kind, "maxProperties": 0}}}
+    fields = {"messages": USER, "tools": [tool], "tool_choice": "required", "max_tokens": 200, "seed": 1}
+    (choice,) = caller.http.post(CHAT.path, json=fields | {"parallel_tool_calls": False}).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
 def test_reasoning_is_returned_separately(thinker: Live) -> None:
     fields: dict[str, Any] = {
         "model": NAME,
