@@ -24,7 +24,7 @@ from .errors import ERRORS, ApiError, documented
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
 from .received import models_of, receive, unless_disconnected
-from .schema import Body, ChatMessage, ChatRequest, Id, Many
+from .schema import Body, ChatMessage, ChatRequest, Id, Many, Tool
 from .service import Service
 
 log = logging.getLogger("eagle_mlx.serve")
@@ -51,6 +51,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
+    tools: Many[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] | None = None
     return_token_strs: bool | None = None
 
@@ -231,7 +233,8 @@ async def tokenize(request: Request) -> Response:
 
     def work(loaded: Loaded, encode: Encoder) -> dict[str, Any]:
         if body.messages is not None:
-            chat = ChatRequest.model_validate({"messages": body.messages})
+            fields = ("messages", "tools", "chat_template_kwargs")
+            chat = ChatRequest.model_validate({name: getattr(body, name) for name in fields})
             tokens = render_chat(chat, loaded, encode, must_fit=False).prompt.tokens
         else:
             tokens = encode(body.prompt or "", body.add_special_tokens is not False)

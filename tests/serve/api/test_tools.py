@@ -82,6 +82,14 @@ def test_the_arguments_of_a_required_call_are_an_object_whatever_type_the_schema
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
+def test_tokens_of_a_conversation_include_its_tools(thinker: Live) -> None:
+    fields = {"messages": USER, "tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": False}}
+    answer = thinker.http.post("/tokenize", json=fields)
+    assert "x-ignored-fields" not in answer.headers
+    usage = thinker.http.post(CHAT.path, json=fields | {"max_tokens": 1}).json()["usage"]
+    assert answer.json()["count"] == usage["prompt_tokens"]
+
+
 def test_reasoning_is_returned_separately(thinker: Live) -> None:
     fields: dict[str, Any] = {
         "model": NAME,
