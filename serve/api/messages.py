@@ -131,6 +131,7 @@ class CountTokensRequest(ChatExtensions, Cached):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of `output_config.format`
     # Ignored: these concern Anthropic's own servers.
     context_management: dict[str, Any] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -175,8 +176,8 @@ def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
         chat["thinking_budget"] = body.thinking.budget_tokens
     output = body.output_config or OutputConfig()
     chat["reasoning_effort"] = output.effort
-    if output.format is not None:
-        form = {"name": "answer", "schema": output.format.schema_}
+    if (wanted := output.format or body.output_format) is not None:
+        form = {"name": "answer", "schema": wanted.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         chat |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}

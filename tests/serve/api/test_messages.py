@@ -216,10 +216,11 @@ def test_thinking_blocks_can_be_sent_back(thinker: Live) -> None:
 
 def test_an_answer_follows_a_schema(server: Live) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-    form = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}, "effort": "max"}
-    message = ask(server, messages=USER, max_tokens=60, seed=1, output_config=form)
-    assert json.loads(message["content"][0]["text"])["a"] in ("x", "y")
-    assert message["stop_reason"] == "end_turn"
+    form = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
+    for fields in ({"output_config": {"format": form, "effort": "max"}}, {"output_format": form}):
+        message = ask(server, messages=USER, max_tokens=60, seed=1, **fields)
+        assert json.loads(message["content"][0]["text"])["a"] in ("x", "y")
+        assert message["stop_reason"] == "end_turn"
 
 
 def test_a_client_that_disconnects_frees_its_row(server: Live) -> None:
