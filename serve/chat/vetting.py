@@ -30,6 +30,7 @@ LIMITS = llguidance.LLParserLimits(
 )
 # Without a choice, llguidance would compute all forced text at once, without a limit: a pattern can force gigabytes.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+_COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # an option of llguidance's own
 _DEEP_STACK = 64 << 20
 """Bytes. llguidance follows references by recursion: a schema of 64 KiB that has only references takes half."""
 _SIZING = threading.Lock()  # held while threads start with another stack, because the setting is the whole process's
@@ -76,7 +77,7 @@ def refusal(made: llguidance.LLMatcher, schemas: Places) -> tuple[list[str], str
         except ValueError as e:
             return [where], str(e)
         if reason := llguidance.LLMatcher.validate_grammar(alone, limits=LIMITS):
-            return [where], reason
+            return [where], reason.replace(_COERCE, "Use anyOf")
     return [where for where, *_ in schemas], f"no text fits this ({made.get_error()})"
 
 

@@ -204,6 +204,7 @@ def test_with_tools_and_a_schema_an_answer_is_either() -> None:
         (by_schema({"properties": {"a": {"not": {}}}}), "Unimplemented keys.*not"),
         (by_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
         (by_schema({"a": {"x-guidance": {"lenient": True}}, "if": {}}), "Unimplemented keys.*if"),
+        (by_schema({"oneOf": [{"minimum": 1}, {"minimum": 2}]}), "oneOf constraints are not supported. Use anyOf"),
         (by_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (by_schema({"type": "string", "pattern": "("}), "regex parse error"),
         (by_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
