@@ -215,6 +215,11 @@ def test_confidences_need_not_be_right_to_tell_where_to_end(claimed: Callable[[f
     assert calibration.threshold(1.1) > 1, "nothing is that sure"
 
 
+@pytest.mark.parametrize("least", [0.06, 0.42, 0.94])
+def test_confidences_are_taken_as_acceptance_until_there_are_some(least: float) -> None:
+    assert ConfidenceCalibration().threshold(least) == pytest.approx(least)
+
+
 def test_the_policies_stay_short() -> None:
     """Without blank lines: whoever changes one reads all of them."""
     texts = [file.read_text(encoding="utf-8") for file in Path(base.__file__).parent.glob("*.py")]
