@@ -92,9 +92,10 @@ def encode_chat(
 
 
 def opening(body: ChatRequest) -> str:
-    """Return the messages up to the user's first one, which all turns of a conversation have."""
-    count = next((at for at, message in enumerate(body.messages, 1) if message.role == "user"), len(body.messages))
-    return repr(body.messages[:count])
+    """Return the messages up to the user's first one, with their images, which all turns of a conversation have."""
+    messages, pictures = body.plain_messages()
+    count = next((at for at, message in enumerate(messages, 1) if message["role"] == "user"), len(messages))
+    return pictures.in_place("\n".join(f"{turn['role']}: {turn.get('content', '')}" for turn in messages[:count]))
 
 
 class PendingChat(PendingChoices):

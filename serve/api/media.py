@@ -102,6 +102,10 @@ class Pictures:
         self._images.append((part, where))
         return mark(len(self._images) - 1)
 
+    def in_place(self, text: str) -> str:
+        """Return a text with the URLs of images in place of their marks."""
+        return _replaced(text, [part.source or "" for part, _ in self._images])
+
     def check_last(self, parts: object, where: str) -> None:
         """Raise ApiError 400 if a conversation ends with a part that no model here reads: it is the question, and
         earlier ones are not. If it ends with an image, that must be read."""
@@ -141,7 +145,9 @@ class Pictures:
                 read.append(image)
         limits.check_tokens(sum(len(image.tokens) for image in read))
 
-        def replaced(text: str) -> str:
-            return MARK.sub(lambda match: texts[int(match[1])] if int(match[1]) < len(texts) else "", text)
+        return [{**message, "content": _replaced(message.get("content") or "", texts)} for message in messages], read
 
-        return [{**message, "content": replaced(message.get("content") or "")} for message in messages], read
+
+def _replaced(text: str, others: Sequence[str]) -> str:
+    """Return a text with others in place of its marks."""
+    return MARK.sub(lambda match: others[int(match[1])] if int(match[1]) < len(others) else "", text)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.vision import tower
 from eagle_mlx.vision.images import decode
 from eagle_mlx.vision.limits import ImageLimits
@@ -124,6 +126,23 @@ def test_a_session_reads_each_screenshot_once(tmp_path: Path, monkeypatch: pytes
         again = post(running, MESSAGES, turns, max_tokens=2).json()["usage"]
         assert again["cache_read_input_tokens"] > 0
         assert decoded == shots
+
+
+def test_the_same_question_about_two_images_is_two_conversations_to_learn_from(tmp_path: Path) -> None:
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+    config = LoadConfig.of(target=str(folder), learn=tmp_path / "learned", spec_decode="ngram", kv_gb=0.01, prior=False)
+    with live(lambda: load(config, lambda _: None)) as running:
+        loaded = running.service.loaded
+        assert loaded is not None
+        learner = loaded.learner
+        assert learner is not None
+        for dialect in (CHAT, MESSAGES, RESPONSES):
+            later = [{"role": "assistant", "content": "a wall"}, user(text(dialect, "and now?"))]
+            for turns in ([ask(dialect, A)], [ask(dialect, B)], [ask(dialect, A), *later]):
+                assert post(running, dialect, turns, max_tokens=8).status_code == 200
+            running.until(lambda: not learner.pending)
+            keys = [text.key for text in learner.texts.all][-3:]
+            assert keys[0] == keys[2] != keys[1]
 
 
 def test_the_prefix_cache_of_a_server_distinguishes_images(seeing: Live) -> None:
