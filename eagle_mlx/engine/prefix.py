@@ -83,7 +83,7 @@ class PrefixCache:
             if match.nbytes > self._limit:
                 return True
             try:
-                now = disk.advance(match, length)
+                now = disk.advance(match, self.tree.matched(keys, (namespace, False)))
                 if now is None:
                     return False
                 snapshot, piece = Snapshot(disk.outline(now)), partial(disk.piece, now)
@@ -91,6 +91,7 @@ class PrefixCache:
             except PassedOverError:
                 disk.ahead.clear()
                 continue  # try other files
+            disk.forget(now)
             complete = now.length == match.length
             if kept:
                 disk.took(now, now.length - length, complete)

@@ -130,6 +130,10 @@ class PrefixTree:
             node = node.parent
         return None
 
+    def matched(self, keys: Keys, space: Space = ("", False)) -> int:
+        """Return how many first positions of a text are here, even if no snapshot serves them."""
+        return self._match(keys, space)[1]
+
     def insert(
         self,
         keys: Keys,

@@ -147,6 +147,18 @@ def test_only_blocks_that_memory_lacks_are_read(tmp_path: Path) -> None:
     assert read == (disk(again).hits, disk(again).bytes_read), "memory has all of it"
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
+def test_a_state_is_read_without_blocks_that_memory_has(tmp_path: Path, kind: str) -> None:
+    with_text(tmp_path, kind)
+    again = engine(tmp_path, kind)
+    answered(again, TEXT)
+    begun = disk(again).bytes_read
+    [state] = tmp_path.glob(f"*/state-{SYSTEM - 1:08d}-*")
+    assert answered(again, [*TEXT[:SYSTEM], 1, 2, 3]).counts.cached_tokens == SYSTEM - 1
+    assert disk(again).bytes_read - begun == state.stat().st_size
+    assert not disk(again).ahead, "what was read stays only in the prefix cache"
+
+
 def test_texts_share_the_files_of_what_they_share(tmp_path: Path) -> None:
     busy, prompt = engine(tmp_path), TEXT[:70]
     for _ in range(3):

@@ -139,7 +139,7 @@ class DiskTier:
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
         """Return positions `start` to `end`, the last of the match. Raises PassedOverError."""
-        ahead = self.ahead.pop(match.state.path, {}) if match.state is not None else {}
+        ahead = self.ahead.get(match.state.path, {}) if match.state is not None else {}
         pieces = list[PrefixPiece]()
         for entry in match.entries:
             if entry.end > start:
@@ -173,6 +173,11 @@ class DiskTier:
                 "computed again. If this happens often, check the disk"
             )
         raise PassedOverError(why)
+
+    def forget(self, match: Match) -> None:
+        """Drop what was read of a match, which is in memory now, or will not be."""
+        if match.state is not None:
+            self.ahead.pop(match.state.path, None)
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
