@@ -209,6 +209,11 @@ class RequestState:
         self.paused = True
         self.counts.pauses += 1
 
+    def forget_images(self) -> None:
+        """Free the features of its images. If they are needed again, they are computed again."""
+        for span in self.request.images:
+            vars(span.image).pop("features", None)
+
     def take(
         self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = (), forced: bool = False
     ) -> int:

@@ -345,4 +345,8 @@ class Engine:
         except BaseException as e:  # a KeyboardInterrupt leaves work incomplete too
             self.runner.fail(touches, e)
             raise
+        finally:
+            for request in touches:
+                if request.leaves:
+                    request.forget_images()
         return [request for request in running if request.finish_reason not in (None, "cancelled")]

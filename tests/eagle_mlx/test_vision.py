@@ -12,6 +12,7 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -228,6 +229,26 @@ def test_embeddings_of_images_count_in_the_memory_of_rows(folders: Callable[[str
     text = engine.prepare(request.prompt, GREEDY)
     nbytes = engine.kv_budget.set_aside([request]) - engine.kv_budget.set_aside([text])
     assert nbytes == span.image.nbytes == span.image.features.nbytes
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_embeddings_of_images_are_freed_when_their_row_leaves(
+    pauses: bool, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = drafting("mistral3", folders)
+    request = engine.prepare(A, GREEDY)
+    engine.submit(request)
+    while not request.tokens:
+        engine.step()
+    embeddings = ref(request.request.images[0].image.features)
+    if pauses:
+        engine.pause(request)
+    while not (engine.pauses or engine.idle):
+        engine.step()
+    assert embeddings() is None
+    while not engine.idle:
+        engine.step()
+    assert request.tokens == references("mistral3").tokens(A)
 
 
 CACHED = {"prefix_cache_bytes": 1 << 24}
