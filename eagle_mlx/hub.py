@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import cast
@@ -60,7 +60,7 @@ def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
-    announce(repo, licenses)
+    announce(repo, str(name), licenses)
     return fetch(repo, str(name), code)
 
 
@@ -100,42 +100,34 @@ def _revision(repo: str) -> str | None:
     return Path(config).parent.name if isinstance(config, str) else None
 
 
-def announce(repo: str, licenses: Collection[str] = ()) -> None:
+def announce(repo: str, name: str, licenses: Collection[str] = ()) -> None:
     """Print license, size and commit of a repository that will be fetched, on stderr; nothing if it is in the cache.
 
     They are what the hub says, else what the table of published heads says, else `UNKNOWN`; a license in the table
-    counts only for the commit in the table. Raises EagleError if the license is not one of `licenses`, or if the
-    hub does not tell the license of a head that has no commit in the table; without `licenses`, every license will do.
+    counts only for the commit in the table. name: the one in errors. Raises UnreachableError if the hub does not answer
+    at once, EagleError as in `resolve`, and if the license is not one of `licenses`; without any, every one will do.
     """
     if cached(repo) is not None:
         return
     recorded = recorded_heads().get(repo.lower(), {})
     size, commit = (recorded.get(field, UNKNOWN) for field in ("size", "revision"))
-    is_pinned = commit != UNKNOWN
-    license_id = recorded.get("license", UNKNOWN) if is_pinned else UNKNOWN
-    with suppress(EagleError) if is_pinned or not licenses else nullcontext(), _asking(repo, repo, repo):
+    license_id = recorded.get("license", UNKNOWN) if commit != UNKNOWN else UNKNOWN
+    with _asking(repo, name, f"{name} is not a local folder, {repo}"):
         info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
-        files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))
-        weights = next(filter(None, of_kinds), 0)
-        license_id = str((info.card_data and info.card_data.license) or license_id)  # a card may list several
-        size, commit = f"{weights / 1e9:.2f} GB" if weights else size, info.sha or commit
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))
+    weights = next(filter(None, of_kinds), 0)
+    license_id = str((info.card_data and info.card_data.license) or license_id)  # a card may list several
+    size, commit = f"{weights / 1e9:.2f} GB" if weights else size, info.sha or commit
     print(f"fetching {repo}: license {license_id}, size {size}, revision {commit}", file=sys.stderr)
     if licenses and license_id not in licenses:
         raise EagleError(f"its license is {license_id}, so it is fetched only if you name it")
 
 
 def quick_file(repo: str, file: str) -> Path:
-    """Return a file from the hub's cache, or fetch it if the hub answers at once.
-
-    Never retries. Raises UnreachableError if the hub does not answer, EagleError as in `resolve`.
-    """
+    """Return a file from the hub's cache, or fetch it (`fetch_file`)."""
     cached_file = huggingface_hub.try_to_load_from_cache(repo, file)
-    if isinstance(cached_file, str):
-        return Path(cached_file)
-    with _asking(repo, repo, f"{file} of {repo}"):
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file), timeout=_QUICK)
-    fetched = fetch_file(repo, file)
+    fetched = Path(cached_file) if isinstance(cached_file, str) else fetch_file(repo, file)
     assert fetched is not None, "a required file"
     return fetched
 
@@ -143,17 +135,24 @@ def quick_file(repo: str, file: str) -> Path:
 def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
     """Return one file of a repository, fetching it if necessary; None if it does not exist and is not `required`.
 
-    Without a network, a file that is not cached counts as missing. Raises EagleError as in `resolve`.
+    Without a network, a file that is not cached counts as missing. Raises UnreachableError if the hub does not answer
+    at once, EagleError as in `resolve`.
     """
-    with _asking(repo, repo, f"{file} of {repo}"):
-        try:
-            return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
-        except errors.EntryNotFoundError as e:  # includes LocalEntryNotFoundError
-            if not required:
-                return None
-            if isinstance(e, errors.LocalEntryNotFoundError):
-                raise
-            raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
+    try:
+        with _asking(repo, repo, f"{file} of {repo}"):
+            try:
+                if not isinstance(huggingface_hub.try_to_load_from_cache(repo, file, revision=commit), str):
+                    url = huggingface_hub.hf_hub_url(repo, file, revision=commit)
+                    huggingface_hub.get_hf_file_metadata(url, timeout=_QUICK)  # a download would ask for 23 s
+                return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
+            except errors.RemoteEntryNotFoundError as e:
+                if not required:
+                    return None
+                raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
+    except UnreachableError:
+        if required:
+            raise
+        return None
 
 
 @contextmanager

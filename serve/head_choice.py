@@ -109,7 +109,7 @@ def pull(name: str, target: str | None) -> int:
     repo, of = (head.head, target or head.target) if head else (hub.hub_id(name), target)
     if repo is None:
         raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
-    hub.announce(repo)
+    hub.announce(repo, name)
     if head is None:
         _check_size(repo)
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-import huggingface_hub
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from eagle_mlx import hub
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.hub import UnreachableError
 from tests import hub_server
 from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_head, tiny_target
@@ -41,17 +42,9 @@ def test_hub_ids(name: str, repo: str | None) -> None:
     assert hub.hub_id(name) == repo
 
 
-def test_a_bare_name_is_fetched_from_the_community(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repos: list[str] = []
-
-    def download(repo: str, **_: object) -> str:
-        repos.append(repo)
-        return str(tmp_path)
-
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve("Qwen3-32B-4bit") == tmp_path
-    assert repos == ["mlx-community/Qwen3-32B-4bit"]
+def test_a_bare_name_is_fetched_from_the_community(online: hub_server.Hub) -> None:
+    online.put("mlx-community/Qwen3-32B-4bit", {"model.safetensors": b"weights"})
+    assert files_of(hub.resolve("Qwen3-32B-4bit")) == {"model.safetensors"}
 
 
 def test_without_a_network_the_error_says_what_was_tried() -> None:
@@ -151,6 +144,22 @@ def test_no_access_to_a_repository_is_an_error(
     with pytest.raises(EagleError, match=reason) as told:
         hub.resolve("user/head")
     assert "\n" not in str(told.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """huggingface_hub would ask six times, in 23 seconds and with eleven lines."""
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
+    monkeypatch.setattr(hub, "recorded_heads", lambda: {"user/recorded": {"revision": "0" * 40}})
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits to ask again"))
+    for name in ("user/head", "user/recorded"):
+        with pytest.raises(UnreachableError, match=f"{name} is not in the hub's cache, and the hub cannot be reached"):
+            hub.resolve(name)
+    with pytest.raises(UnreachableError, match=r"config.json of user/head is not in the hub's cache"):
+        hub.fetch_file("user/head", "config.json")
+    assert hub.fetch_file("user/head", "mtp.safetensors", required=False) is None
+    assert capfd.readouterr().err == ""
 
 
 # Publishing
