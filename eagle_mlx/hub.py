@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import cast
 import huggingface_hub
 import yaml
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import _xet
 
 from eagle_mlx.errors import EagleError, OutputError
 
@@ -35,6 +37,7 @@ _QUICK = 5.0  # timeout in seconds; a reachable hub answers in less than one
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
+_abort_xet: Callable[[], None] = getattr(_xet, "abort_xet_session", lambda: None)  # not in huggingface_hub 1.5
 KNOWN_HEADS = Path(__file__).parent / "catalog" / "known_heads.yaml"
 """The table of published heads. Its `revision` is the commit at which a head is fetched."""
 UNKNOWN = "unknown"
@@ -67,10 +70,26 @@ def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()
 def fetch(repo: str, name: str, code: bool = False) -> Path:
     """Return the folder of a repository as `resolve` does, after `announce`. name: the one in errors."""
     wanted, left_out = [*_WANTED, *(["*.py"] if code else [])], list(_SAME_AGAIN)
+    download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
     with _asking(repo, name, f"{name} is not a local folder, {repo}"):
-        download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
-        fetched = Path(download(allow_patterns=wanted))
-        return fetched if any(fetched.glob(WEIGHTS)) else Path(download(allow_patterns=[*wanted, _TORCH]))
+        fetched = _until_interrupted(partial(download, allow_patterns=wanted))
+        if not any(fetched.glob(WEIGHTS)):
+            fetched = _until_interrupted(partial(download, allow_patterns=[*wanted, _TORCH]))
+    return fetched
+
+
+def _until_interrupted(download: Callable[[], str]) -> Path:
+    """Return the folder of a download. After Ctrl-C, end it: huggingface_hub waits until its files are whole."""
+    with ThreadPoolExecutor(1) as thread:
+        folder = thread.submit(download)
+        try:
+            return Path(folder.result())
+        except KeyboardInterrupt:
+            while not folder.done():
+                huggingface_hub.close_session()
+                _abort_xet()
+                wait([folder], timeout=0.1)
+            raise
 
 
 def cached(repo: str) -> Path | None:

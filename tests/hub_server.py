@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import uvicorn
 import yaml
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from huggingface_hub import constants
 
 WRITE, READ = "hf_may_write", "hf_may_read"
@@ -49,13 +50,15 @@ class Hub:
         self.refuse_large = False
         self.keep_apart = True
         """Whether large files are uploaded separately from the commit."""
+        self.is_slow = False
+        """Whether files are sent at 20 bytes a second."""
         self.base = ""
 
     def clear(self) -> None:
         """Delete all contents and requests, and refuse nothing."""
         for held in (self.repos, self.large, self.requests):
             held.clear()
-        self.refuse_commits, self.refuse_large, self.keep_apart = False, False, True
+        self.refuse_commits, self.refuse_large, self.keep_apart, self.is_slow = False, False, True, False
 
     def put(self, repo: str, files: dict[str, bytes], **access: Any) -> None:
         self.repos[repo] = Repo(files=files, commits=["first"], **access)
@@ -214,7 +217,15 @@ def _add_reading(app: FastAPI, hub: Hub) -> None:
             return _refuse(404, "Entry not found", "EntryNotFound")
         content = repo.files[path]
         headers = {"X-Repo-Commit": repo.sha, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        if hub.is_slow and request.method == "GET":
+            return StreamingResponse(_slowly(content), headers={**headers, "Content-Length": str(len(content))})
         return Response(content, headers=headers, media_type="application/octet-stream")
+
+
+async def _slowly(content: bytes) -> AsyncIterator[bytes]:
+    for byte in content:
+        yield bytes([byte])
+        await asyncio.sleep(0.05)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import mlx
 import mlx_lm.models
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import _xet
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_tokenizer
@@ -106,6 +107,11 @@ def test_the_base_of_the_hubs_errors_is_that_of_a_failed_connection() -> None:
     library = sys.modules[transport.__module__.partition(".")[0]]
     assert issubclass(library.ConnectError, transport)
     assert issubclass(library.TimeoutException, transport)
+
+
+def test_downloads_of_xet_can_be_ended() -> None:
+    """Else Ctrl-C waits until the files of a model are whole."""
+    _xet.abort_xet_session()
 
 
 def test_mlx_reads_the_width_of_its_graph_walk() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -160,6 +163,27 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
         hub.fetch_file("user/head", "config.json")
     assert hub.fetch_file("user/head", "mtp.safetensors", required=False) is None
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_ends_a_download_before_its_files_are_whole(online: hub_server.Hub) -> None:
+    weights = b"weights" * 100
+    online.put("user/head", {"model.safetensors": weights, "config.json": b"{}"})
+    online.is_slow = True
+
+    def interrupt() -> None:
+        while not any("GET" in request and request.endswith(".safetensors") for request in online.requests):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt, daemon=True)
+    sender.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        hub.resolve("user/head")
+    sender.join()
+    assert time.monotonic() - began < len(weights) / 20 / 2
+    online.is_slow = False
+    assert (hub.resolve("user/head") / "model.safetensors").read_bytes() == weights
 
 
 # Publishing
