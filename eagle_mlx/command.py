@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import typing
@@ -45,7 +46,7 @@ DefaultText = Callable[[Setting], str]
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised by Ctrl-C or SIGTERM. Its message, if any, says what is kept."""
+    """Raised by Ctrl-C, SIGTERM or SIGHUP. Its message, if any, says what is kept."""
 
     def __init__(self, number: int = signal.SIGINT):
         super().__init__()
@@ -53,9 +54,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Turns SIGINT and SIGTERM into Stopped, at once or in a `deferred` block at the next `check`.
+    """Turns SIGINT, SIGTERM and SIGHUP into Stopped, at once or in a `deferred` block at the next `check`.
 
-    After the first signal, default handling is restored, so a second signal always ends the process.
+    After the first signal, default handling is restored, so a second signal always ends the process. But SIGHUP, of a
+    closed terminal, may come twice, and stays ignored after `nohup`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,8 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        before = {number: signal.signal(number, self._receive) for number in (*_SIGNALS, *hangup)}
         try:
             yield
         finally:
@@ -103,12 +106,24 @@ class Stop:
         self._number = number
         for other in _SIGNALS:
             signal.signal(other, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if not self._deferred:
             raise Stopped(number)
 
 
+def _leave_terminal() -> None:
+    """Discard what standard streams write to a terminal: to a closed one, writing is an error."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            os.dup2(nothing, number)
+    os.close(nothing)
+
+
 def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
-    """Run a command; return its status or 0, 2 for an error that the user can fix, 130 or 143 if interrupted.
+    """Run a command; return its status or 0, 2 for an error that the user can fix, 130, 143 or 129 if interrupted.
 
     `kept` is the message for an interruption without one. A closed pipe is not an error, a full disk is one.
     """

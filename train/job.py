@@ -112,8 +112,8 @@ def run(
 ) -> Mapping[str, Any] | None:
     """Train a head, print where it is, and return the report. Only rank 0 of a `world` writes and returns something.
 
-    `stop`: saves the state and raises Stopped when it is asked to; by default Ctrl-C and SIGTERM do. `resume`: the
-    folder of an interrupted run. Raises an EagleError if settings, target or data do not fit.
+    `stop`: saves the state and raises Stopped when it is asked to; by default Ctrl-C, SIGTERM and SIGHUP do. `resume`:
+    the folder of an interrupted run. Raises an EagleError if settings, target or data do not fit.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model with --target")

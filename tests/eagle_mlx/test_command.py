@@ -205,3 +205,44 @@ def test_a_signal_waits_until_a_deferred_block_checks() -> None:
         with pytest.raises(Stopped) as stopped:
             stop.check()
     assert stopped.value.exit_code == 143
+
+
+def test_what_a_command_writes_after_its_terminal_was_closed_is_discarded(tmp_path: Path) -> None:
+    """A shell that ends sends SIGHUP a second time, and writing to the closed terminal would be an error."""
+    program = """
+import fcntl, os, signal, sys, termios, time
+from pathlib import Path
+from eagle_mlx.command import Stop, exit_code
+def work():
+    stop = Stop()
+    with stop.listening(), stop.deferred():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        print("ready", flush=True)
+        while not stop.asked:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGHUP)
+        print("saving", flush=True)
+        print("saving", file=sys.stderr, flush=True)
+        Path(sys.argv[1]).touch()
+        stop.check()
+sys.exit(exit_code(work))
+"""
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-c", program, str(tmp_path / "saved")]
+    process = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True)
+    os.close(its_end)
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    assert process.wait(timeout=60) == 129
+    assert (tmp_path / "saved").exists()
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = Stop()
+        with stop.listening(), stop.deferred():
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
