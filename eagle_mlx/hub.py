@@ -14,7 +14,6 @@ from typing import cast
 import huggingface_hub
 import yaml
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import _xet
 
 from eagle_mlx.errors import EagleError, OutputError
 
@@ -37,7 +36,6 @@ _QUICK = 5.0  # timeout in seconds; a reachable hub answers in less than one
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
-_abort_xet: Callable[[], None] = getattr(_xet, "abort_xet_session", lambda: None)  # not in huggingface_hub 1.5
 KNOWN_HEADS = Path(__file__).parent / "catalog" / "known_heads.yaml"
 """The table of published heads. Its `revision` is the commit at which a head is fetched."""
 UNKNOWN = "unknown"
@@ -87,7 +85,10 @@ def _until_interrupted(download: Callable[[], str]) -> Path:
         except KeyboardInterrupt:
             while not folder.done():
                 huggingface_hub.close_session()
-                _abort_xet()
+                with suppress(ImportError):  # not promised, and not in huggingface_hub 1.5
+                    from huggingface_hub.utils._xet import abort_xet_session
+
+                    abort_xet_session()
                 wait([folder], timeout=0.1)
             raise
 
