@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -533,6 +534,15 @@ def test_command_measures_a_draft_model_and_mlx_lms(
     assert main(["--modes", "nonsense"]) == 2
     assert main(["--target", folders[0], "--modes", "draft", *QUICK]) == 2
     assert "mode draft needs --draft-model" in capsys.readouterr().err
+
+
+def test_the_figures_name_the_best_head_of_a_run(folders: tuple[str, str], tmp_path: Path) -> None:
+    target, head = folders
+    figures, best = tmp_path / "figures.json", tmp_path / "run" / "best"
+    shutil.copytree(head, best)
+    where = ("--target", target, "--head", str(best.parent), "--json", str(figures))
+    assert main([*where, "--modes", "eagle", *QUICK]) == 0
+    assert json.loads(figures.read_text())["head_sha256"] == hub.weights_digest(best)
 
 
 def test_command_measures_a_head_that_it_finds(
