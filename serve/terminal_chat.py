@@ -103,8 +103,11 @@ class TerminalChat:
         while (line := read_line()) is not None:
             first = line.split(maxsplit=1)[:1]
             if first and re.fullmatch("/[a-z]+", first[0]):
-                if not self.command(*line.split(maxsplit=1)):
-                    return
+                try:
+                    if not self.command(*line.split(maxsplit=1)):
+                        return
+                except EagleError as e:
+                    note(f"error: {e}")
             elif first:
                 self.answer(line)
 
@@ -140,7 +143,7 @@ class TerminalChat:
         self.options.say(painted(str(tally), DIM) if self.color and has_color(sys.stderr) else str(tally))
 
     def command(self, name: str, text: str = "") -> bool:
-        """Run a command of the chat. Return whether the chat goes on."""
+        """Run a command of the chat. Return whether the chat goes on. Raises EagleError if it cannot be done."""
         match name:
             case "/exit":
                 return False
@@ -151,7 +154,9 @@ class TerminalChat:
                 self.images.clear()
                 note("the conversation is empty")
             case "/system":
-                self.system = text.strip() or self.system
+                if text := text.strip():
+                    encode(self.engine.target, [{"role": role, "content": text} for role in ("system", "user")])
+                    self.system = text
                 note(f"system prompt: {self.system or 'none'}")
             case "/stats":
                 length = len(encode(self.engine.target, self.messages)) if self.turns else 0
@@ -164,13 +169,9 @@ class TerminalChat:
         return True
 
     def show(self, file: str) -> None:
-        """Add an image to the next question, if the model can read it."""
-        try:
-            image = {"type": "image", "image": file_of(file, ImageLimits())}
-            encode(self.engine.target, [{"role": "user", "content": [*self.images, image]}])
-        except EagleError as e:
-            note(f"error: {e}")
-            return
+        """Add an image to the next question. Raises EagleError if the model cannot read it."""
+        image = {"type": "image", "image": file_of(file, ImageLimits())}
+        encode(self.engine.target, [{"role": "user", "content": [*self.images, image]}])
         self.images.append(image)
         note(f"{counted(len(self.images), 'image')} with the next question")
 

@@ -176,6 +176,22 @@ def test_a_turn_that_does_not_fit_is_forgotten(talk: Callable[..., tuple[int, st
     assert "/clear forgets the conversation" in err
 
 
+def test_a_system_prompt_that_the_template_refuses_changes_nothing(
+    talk: Callable[..., tuple[int, str, str]], target: str, engine: em.Engine
+) -> None:
+    template = Path(target, "chat_template.jinja")
+    before = template.read_text()
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + before
+    )
+    code, out, err = talk("import os\n/system Be brief.\n/system\n/stats\nand sys?")
+    template.write_text(before)
+    assert (code, out) == (0, "".join(output.text + "\n" for output in answers(engine, "import os", "and sys?")))
+    assert "refuses these messages: no system role" in err
+    assert "system prompt: none" in err
+    assert re.search(r"the conversation has \d+ of 512 tokens", err)
+
+
 def test_a_template_that_refuses_messages_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     talker = tiny_target(tokenizer=True)
     assert talker.tokenizer is not None
