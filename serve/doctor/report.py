@@ -184,12 +184,12 @@ def advice(findings: Findings) -> Iterator[str]:
             f"{good.speed:.2f} times the speed of plain decoding; with {usual.acceptance:.0%}, "
             f"{usual.depth} give {usual.speed:.2f} times."
         )
-    for (fewer, ms), (count, more) in pairwise(verify.items()):
-        if 1 < fewer and count <= 16 and count - fewer == 1 and more > _JUMP * ms:
-            yield (
-                f"A verify of {count} positions costs {more / ms:.2f} times one of {fewer}: with --spec-policy fixed, "
-                f"try --num-speculative-tokens {fewer - 1}."
-            )
+        for (fewer, ms), (count, more) in pairwise(verify.items()):
+            if fewer - 1 in {usual.depth, good.depth} - {0} and count - fewer == 1 and more > _JUMP * ms:
+                yield (
+                    f"A verify of {count} positions costs {more / ms:.2f} times one of {fewer}: with --spec-policy "
+                    f"fixed, try --num-speculative-tokens {fewer - 1}."
+                )
     yield from _about_bits(findings.same_bits, verify, findings.model.random_weights)
 
 

@@ -166,8 +166,15 @@ def test_the_advice_follows_from_the_figures() -> None:
     assert "take 1.10 times as long" in " ".join(advice(differing))
     useless = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 63, 2, 0.1)])
     assert "--exact does not help" in " ".join(advice(useless))
-    costly = " ".join(advice(findings("M1 and M2")))
-    assert "Even a good head gains little" in costly
+    assert [text.partition(":")[0] for text in advice(findings("M1 and M2"))] == [
+        "Even a good head gains little here",  # no advice to draft follows, although verifies cost more and more
+        "Verifies and plain rounds give the same bits",
+    ]
+    stepped = [text.rpartition(" ")[2] for text in advice(findings("steps")) if "--spec-policy fixed" in text]
+    assert stepped == ["4."]  # the step from 7 to 8 positions is beyond the best chain
+    early = Steps(512, {1: 10.0, 2: 10.0, **dict.fromkeys(range(3, 10), 13.0)}, draft_ms=0.1, spread=1.0)
+    over = findings(steps=early, chains=[best_chain(early, chance) for chance in CHANCES])
+    assert all("--spec-policy fixed" not in text for text in advice(over))  # the best chains are beyond the step
     assert "A verify of 5 positions costs 1.28 times one of 4" in " ".join(advice(findings("M3 Max")))
     busy = findings(steps=replace(good.steps, spread=2.0))
     assert "Times vary by 2.0" in " ".join(advice(busy))
