@@ -110,6 +110,16 @@ def test_workflows_and_templates_use_targets_and_commands_that_exist(path: Path)
     assert set(re.findall(r"\beagle-(?!mlx)[a-z]+\b", text)) - {"eagle-serve"} <= set(PROJECT["project"]["scripts"])
 
 
+def test_jobs_run_make_with_the_python_that_they_set_up() -> None:
+    """If there is no environment, make takes the first Python that it finds, even if a job has set up another."""
+    workflows = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    jobs = [job["steps"] for workflow in workflows for job in workflow["jobs"].values()]
+    scripts = ["\n".join(step.get("run", "") for step in steps) for steps in jobs]
+    before_make = [script.partition("make ")[0] for script in scripts if "make " in script]
+    assert len(before_make) >= 3
+    assert all("python -m venv .venv" in script for script in before_make)
+
+
 @pytest.mark.parametrize("command", sorted(PROJECT["project"]["scripts"]))
 def test_entry_point_resolves(command: str) -> None:
     module, function = PROJECT["project"]["scripts"][command].split(":")
