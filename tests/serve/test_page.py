@@ -347,6 +347,9 @@ def test_the_versions_of_a_head_that_learns_are_drawn_with_their_tau(page: Page)
         assert page.js("document.querySelector('#versions .now').firstChild.innerText") == "version 1"
         width = "document.querySelector('#versions li:last-child i').style.width"
         assert float(page.js(width).rstrip("%")) == pytest.approx(100 * 3.25 / 3.5, abs=0.1)
+        it.metrics("eagle:rounds_total 1\n")  # started again, without --learn
+        page.until("document.querySelector('#versions').innerText === ''")
+        assert page.js("document.querySelector('#versions').children.length") == 0
 
 
 def both() -> Loaded:
@@ -567,6 +570,21 @@ def test_several_models_are_counted_together(page: Page) -> None:
 
 
 @browsing
+def test_depths_of_several_models_are_not_added(page: Page) -> None:
+    with canned() as it:
+        it.metrics(
+            "".join(
+                f'eagle:rounds_by_depth_total{{depth="{depth}",model_name="{model}"}} 4\n'
+                f'eagle:depth{{model_name="{model}"}} {depth}\n'
+                for model, depth in (("a", 3), ("b", 5))
+            )
+        )
+        page.open(it.base + "/")
+        page.until("document.querySelector('#depth').innerText === '5'")
+        assert page.text("#depths .now").startswith("5 tokens")
+
+
+@browsing
 def test_a_model_can_be_chosen_if_there_are_several(page: Page) -> None:
     made = lambda: Loaded(engine("none", context=in_full(512, 64)))  # noqa: E731
     sources = [ModelSource(name, made, max_batch=4) for name in "ab"]
@@ -611,6 +629,35 @@ def test_the_page_counts_from_zero_after_a_restart(page: Page) -> None:
         assert page.text("#speed") == "0"  # not negative
         page.js("document.querySelector('[value=all]').click()")
         assert page.text("#tau") == "3.00"
+
+
+LATER = """{
+  const now = performance.now;
+  performance.now = () => now() + 3.6e6;
+}"""
+"""Makes an hour pass at once."""
+
+
+@browsing
+def test_a_page_that_was_hidden_shows_no_long_time_as_the_last_minute(page: Page) -> None:
+    with canned() as it:
+        it.metrics("eagle:rounds_total 50\neagle:row_rounds_total 50\neagle:generation_tokens_total 150\n")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#tau').innerText === '3.00'")
+        page.js("document.querySelector('[value=minute]').click()")
+        page.js("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
+        page.js("new Promise(done => setTimeout(done, 3000))")  # three seconds of the page, after which it asks no more
+        it.metrics(
+            "eagle:rounds_total 90\neagle:rows 2\neagle:row_rounds_total 90\neagle:generation_tokens_total 790\n"
+        )
+        page.js(LATER + "delete document.hidden")
+        page.until("document.querySelector('#rows').innerText === '2'")
+        assert page.text("#span") == "0 tokens in 0 rounds"
+        it.metrics(
+            "eagle:rounds_total 92\neagle:rows 3\neagle:row_rounds_total 92\neagle:generation_tokens_total 799\n"
+        )
+        page.until("document.querySelector('#rows').innerText === '3'")
+        assert page.text("#span") == "9 tokens in 2 rounds"
 
 
 @browsing
