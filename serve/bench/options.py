@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import eagle_mlx as em
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, between, setting
 from eagle_mlx.target_options import TargetOptions
@@ -115,3 +116,12 @@ class BenchOptions(Group):
     measuring: BenchConfig = field(default_factory=BenchConfig)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """`depth`, or the default that suits all policies."""
+        return self.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in self.policy),)
+
+    def _check(self) -> None:
+        if any(0 < size <= min(self.depths) for size in self.nodes):
+            raise ConfigError(f"--nodes must be above --depth {min(self.depths)}, or 0 for chains")

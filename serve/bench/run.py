@@ -21,7 +21,7 @@ from eagle_mlx.machine import describe
 
 from ..head_choice import load_head, usable_heads
 from ..prompts import read_questions, with_filler
-from ..speculation import AUTO, DEFAULT_TOKENS, NO_HEAD
+from ..speculation import AUTO, NO_HEAD
 from . import report
 from .measure import measure, tolerance_for
 from .modes import BenchModels, build_modes, missing
@@ -55,11 +55,10 @@ def bench(options: BenchOptions, command: str) -> int:
         print(f"draft model: {draft.name}")
     window = options.draft_window, options.draft_sink
     models = BenchModels(target, head, draft, options.memory, options.prior, window)
-    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs = list[BenchRun]()
     for temperature in options.temperature:
         say("preparing the modes")
-        built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
+        built = build_modes(models, modes, options.batch, options.depths, options.policy, options.nodes)
         config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)
     tolerance = tolerance_for(target)
