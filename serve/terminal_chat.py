@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import takewhile
 from time import perf_counter_ns
 from typing import Any
 
@@ -98,6 +99,14 @@ class TerminalChat:
     def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
+    def boundaries(self) -> list[int]:
+        """Return the tokens that the prompts of this question and of the next one share, if the engine must know."""
+        if not self.engine.wants_boundaries:
+            return []
+        turns = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+        prompts = [encode(self.engine.target, messages) for messages in (self.messages, [*self.messages, *turns])]
+        return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False)))]
+
     def run(self) -> None:
         """Answer lines of standard input until it ends or the user leaves."""
         while (line := read_line()) is not None:
@@ -120,7 +129,8 @@ class TerminalChat:
         render = renderer(self.tokenizer, self.params.stop, self.color)
         try:
             params = self.options.params_for(self.engine.target, self.messages)
-            with stop.listening(), stop.deferred(), closing(self.engine.stream(self.messages, params)) as chunks:
+            answer = self.engine.stream(self.messages, params, self.boundaries())
+            with stop.listening(), stop.deferred(), closing(answer) as chunks:
                 for chunk in chunks:
                     print(render(chunk), end="", flush=True)
                     text += chunk.text

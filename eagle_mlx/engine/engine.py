@@ -239,13 +239,15 @@ class Engine:
                 self.cancel(request)
         return [self.output(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, boundaries: Sequence[int] = ()
+    ) -> Generator[Chunk, None, None]:
         """Decode one prompt alongside others and yield what each round adds. Raises the same errors as `generate`. The
-        target needs a tokenizer. Closing the iterator cancels the request."""
+        target needs a tokenizer. Closing the iterator cancels the request. `boundaries`: as for `prepare`."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
-        request = self.prepare(prompt, params or SamplingParams())
+        request = self.prepare(prompt, params or SamplingParams(), boundaries)
         self.submit(request)
         text = TextStream(tokenizer, request.params.stop)
         try:

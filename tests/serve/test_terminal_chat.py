@@ -17,6 +17,7 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.request import encode
 from eagle_mlx.serve.decoding_options import renderer
 from eagle_mlx.serve.generate import main as generate
+from eagle_mlx.serve.terminal_chat import ChatOptions, ChatSampling, TerminalChat
 from eagle_mlx.serve.terminal_chat import main as chat
 from tests.fakes import Oracle, tiny_target, tiny_target_folder
 from tests.vision_targets import picture, vision_folder
@@ -174,6 +175,23 @@ def test_a_turn_that_does_not_fit_is_forgotten(talk: Callable[..., tuple[int, st
     assert (code, out) == (0, "".join(output.text + "\n" for output in answers(engine, "import os", "and sys?")))
     assert "does not fit the target's context" in err
     assert "/clear forgets the conversation" in err
+
+
+def test_the_next_question_reuses_the_prompt_of_a_hybrid_that_thought() -> None:
+    """Its state cannot be cut, and templates leave out earlier thoughts, so only what comes before them is reused."""
+    talker = tiny_target(tokenizer=True, architecture="qwen3_5")
+    assert talker.tokenizer is not None
+    talker.tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}"
+    )
+    engine = em.Engine(talker, prefix_cache_bytes=1 << 26)
+    terminal = TerminalChat(engine, ChatOptions(quiet=True, sampling=ChatSampling(max_tokens=8)))
+    terminal.answer("def f(x): return x " * 12)
+    [question, answer] = terminal.messages
+    next_prompt = [question, answer, {"role": "user", "content": "and g?"}]
+    reused = engine.generate(next_prompt, em.SamplingParams(max_tokens=1)).cached_tokens
+    assert reused >= len(encode(talker, f"user: {question['content']}")) - 1
 
 
 def test_a_system_prompt_that_the_template_refuses_changes_nothing(
