@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import eagle_mlx as em
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import OutputError, PromptError
-from eagle_mlx.files import check_file, write_output
+from eagle_mlx.files import PART, check_file, sync
+from eagle_mlx.progress import progress_bar
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.setting import AT_LEAST_1, setting
 
 from .decoding_options import COLOR_HELP, DecodingOptions, has_color, renderer
 from .prompts import Question, read_questions
+
+if TYPE_CHECKING:
+    from eagle_mlx.request_state import RequestState
 
 EPILOG = """\
 examples:
@@ -114,30 +121,62 @@ def prompt_of(text: str, target: em.Target, options: GenerateOptions) -> EngineP
 def _many(
     engine: em.Engine, options: GenerateOptions, params: em.SamplingParams, questions: Sequence[Question]
 ) -> list[em.Output]:
-    """Decode a file's rows together, turn by turn, and write one line of JSON per row, in order."""
+    """Decode a file's rows together, and write one line of JSON per row, in order, once the rows before it are done."""
     for question in questions:
         question.check(engine.target, params.max_tokens)
     answers: list[list[em.Output]] = [[] for _ in questions]
-    for turn in range(1 + max(len(question.later) for question in questions)):
-        pending = [pair for pair in zip(questions, answers, strict=True) if turn <= len(pair[0].later)]
-        prompts = [
-            question.encode(engine.target, [output.text for output in before], params.max_tokens)
-            for question, before in pending
-        ]
-        limited = [options.params_for(engine.target, prompt) for prompt in prompts]
-        outputs = engine.generate(prompts, limited, progress=not options.quiet)
-        for (_, before), output in zip(pending, outputs, strict=True):
-            before.append(output)
-    lines = ""
-    for question, outputs in zip(questions, answers, strict=True):
-        turns = [_result(output) for output in outputs]
-        row = turns[0] if question.category is None else {"category": question.category, "turns": turns}
-        lines += json.dumps(row, ensure_ascii=False) + "\n"
-    if options.output is None:
-        print(lines, end="")
-    else:
-        write_output(options.output, lines)
+    unfinished: dict[RequestState, int] = {}  # requests, with their rows
+
+    def ask(row: int) -> None:
+        tokens = questions[row].encode(engine.target, [output.text for output in answers[row]], params.max_tokens)
+        request = engine.prepare(tokens, options.params_for(engine.target, tokens))
+        engine.submit(request)
+        unfinished[request] = row
+
+    for row in range(len(questions)):
+        ask(row)
+    done = 0  # rows that are written
+    is_quiet = options.quiet or (options.output is None and sys.stdout is not None and sys.stdout.isatty())
+    bar = progress_bar(total=len(questions), desc="generate", unit="prompt", disable=is_quiet)
+    with bar, _written(options.output) as write:
+        while unfinished:
+            engine.step()
+            for request in [request for request in unfinished if request.finish_reason]:
+                row = unfinished.pop(request)
+                answers[row].append(engine.output(request))
+                if len(answers[row]) <= len(questions[row].later):
+                    ask(row)
+            while done < len(questions) and len(answers[done]) > len(questions[done].later):
+                turns, category = [_result(output) for output in answers[done]], questions[done].category
+                line = turns[0] if category is None else {"category": category, "turns": turns}
+                write(json.dumps(line, ensure_ascii=False))
+                done += 1
+                bar.update()
     return [output for outputs in answers for output in outputs]
+
+
+@contextmanager
+def _written(output: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line, or writes it to a file, which has another name until the block ends.
+
+    Raises OutputError if it cannot be written; the lines so far are kept, as after Ctrl-C.
+    """
+    if output is None:
+        yield partial(print, flush=True)
+        return
+    part = output.with_name(output.name + PART)
+    kept = f"the answers so far are in {part}"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="utf-8") as file:
+            yield partial(print, file=file, flush=True)
+            sync(file.fileno())
+        part.replace(output)
+    except KeyboardInterrupt as e:
+        e.args = (kept,)
+        raise
+    except OSError as e:
+        raise OutputError(f"{output} cannot be written ({e.strerror}); {kept}") from e
 
 
 def _result(output: em.Output) -> dict[str, object]:

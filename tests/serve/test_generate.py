@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -87,6 +88,44 @@ def test_a_file_gives_one_row_per_prompt_in_order(models: tuple[str, str], tmp_p
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == [expected(models[0], text, raw=True) for text in texts]
     assert all(row["finish_reason"] in ("stop", "length") and row["completion_tokens"] <= 12 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the answers so far are in"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "cannot be written (No space left on device); the answers",
+        ),
+    ],
+)
+def test_answers_are_kept_if_a_file_of_prompts_is_not_finished(
+    models: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    reason: str,
+) -> None:
+    step, texts = em.Engine.step, ["import os", "x", "class A:\n    pass", "def f(x):"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+    def fail_at_the_end(engine: em.Engine) -> object:
+        if engine.active == 1 and not engine.waiting:
+            raise error
+        return step(engine)
+
+    files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--batch", "1", "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(em.Engine, "step", fail_at_the_end)
+        assert main([*files, "--target", models[0], "--spec-decode", "none", *SHORT]) == code
+    assert reason in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl.part").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [expected(models[0], text, raw=True) for text in texts[:3]]
+    assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_lossy_acceptance_is_announced_and_marked(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
