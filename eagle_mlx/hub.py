@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import cast
@@ -24,6 +26,7 @@ _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
 WEIGHTS = "[!.]*.safetensors"
 """A folder's weights. On disks like exFAT, macOS adds files such as `._model.safetensors`, which hold none."""
 _TORCH = "pytorch_model*.bin"
+_PART = re.compile(r"(.*)-\d+-of-(\d+)\.")  # of weights in several files
 CERTIFICATE = "certificate.json"
 """A head's certificate in its folder, which `eagle-heads certify` writes."""
 _REPLACED = (
@@ -61,7 +64,8 @@ def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
-    announce(repo, str(name), licenses)
+    with suppress(UnreachableError) if cached(repo) else nullcontext():  # names of parts may be wrong
+        announce(repo, str(name), licenses)
     return fetch(repo, str(name), code)
 
 
@@ -93,11 +97,17 @@ def _until_interrupted(download: Callable[[], str]) -> Path:
             raise
 
 
-def cached(repo: str) -> Path | None:
-    """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network."""
+def cached(repo: str, whole: bool = False) -> Path | None:
+    """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network.
+
+    whole: only if all parts of the weights are there, unlike after Ctrl-C in a download.
+    """
     config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=_revision(repo))
     folder = Path(config).parent if isinstance(config, str) else None
-    return folder if folder is not None and weight_files(folder) else None
+    names = [file.name for file in weight_files(folder)] if folder is not None else []
+    counts = Counter(match.groups() for match in map(_PART.match, names) if match)
+    is_whole = all(count == int(total) for (_, total), count in counts.items())
+    return folder if names and (is_whole or not whole) else None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -127,7 +137,7 @@ def announce(repo: str, name: str, licenses: Collection[str] = ()) -> None:
     counts only for the commit in the table. name: the one in errors. Raises UnreachableError if the hub does not answer
     at once, EagleError as in `resolve`, and if the license is not one of `licenses`; without any, every one will do.
     """
-    if cached(repo) is not None:
+    if cached(repo, whole=True) is not None:
         return
     recorded = recorded_heads().get(repo.lower(), {})
     size, commit = (recorded.get(field, UNKNOWN) for field in ("size", "revision"))

@@ -126,6 +126,28 @@ def test_cached_models_need_no_network(online: hub_server.Hub, monkeypatch: pyte
     assert len(online.requests) == requests
 
 
+def test_the_rest_of_a_model_is_announced_like_a_whole_one(
+    online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C in a download, or if a command needed only some files of it."""
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    online.put("user/model", {**dict.fromkeys(parts, b"x" * 1000), "config.json": b"{}"})
+    for file in ("config.json", parts[0]):
+        hub.fetch_file("user/model", file)
+    assert hub.cached("user/model") is not None
+    assert hub.cached("user/model", whole=True) is None
+    hub.resolve("user/model")
+    notice = f"fetching user/model: license unknown, size 0.00 GB, revision {online.repos['user/model'].sha}\n"
+    assert capsys.readouterr().err == notice
+    assert hub.cached("user/model", whole=True) is not None
+    hub.resolve("user/model")
+    assert capsys.readouterr().err == ""
+    online.put("user/odd", {parts[0]: b"x", "config.json": b"{}"})
+    folder = hub.resolve("user/odd")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.resolve("user/odd") == folder
+
+
 @pytest.mark.parametrize(
     ("access", "token", "reason"),
     [

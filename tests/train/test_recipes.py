@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from mlx_lm.utils import get_total_parameters
 
+from eagle_mlx import hub
 from eagle_mlx.catalog.models import described_target
 from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
@@ -27,7 +29,7 @@ from eagle_mlx.train.plan.recipe import load_recipe
 from eagle_mlx.train.recipes import RECIPES, recipe_names
 from tests import hub_server
 from tests.architectures import tiny_model
-from tests.fakes import EMBEDDED_TARGET
+from tests.fakes import EMBEDDED_TARGET, tiny_config
 from tests.full import in_turn
 
 BILLIONS = {
@@ -140,6 +142,19 @@ def test_a_recipes_model_is_planned_without_a_network(
     assert float(stored) / {"GB": 1, "MB": 1000}[unit] == pytest.approx(0.34, abs=0.15)
     assert "Retrying" not in caplog.text + printed.err
     assert "thrown while" not in caplog.text + printed.err
+
+
+def test_a_plan_does_not_fetch_the_rest_of_a_model(online: hub_server.Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """A download that was interrupted left a part of the weights."""
+    parts = [f"model-{number}-of-2.safetensors" for number in (1, 2)]
+    config = {**tiny_config(4, 32, 4096), "model_type": "qwen3"}
+    online.put("user/model", {**dict.fromkeys(parts, b"weights"), "config.json": json.dumps(config).encode()})
+    for file in ("config.json", parts[0]):
+        hub.fetch_file("user/model", file)
+    online.requests.clear()
+    assert main(["--target", "user/model", "--dry-run", "--limit", "40", "--data", "chats.jsonl"]) == 0
+    assert "target      user/model: 4 layers of 32" in capsys.readouterr().out
+    assert online.requests == []
 
 
 @pytest.mark.parametrize("offline", [False, True])

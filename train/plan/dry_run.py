@@ -176,7 +176,7 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
     """Return the bound, and whether the weights are local. Raises UnreachableError if the hub does not answer."""
     name = config.head.target
     repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
-    if repo is None or hub.cached(repo) is not None:
+    if repo is None or hub.cached(repo, whole=True) is not None:
         return bound_of(config), True
     is_own = recipe is not None and hub.hub_id(recipe.settings["target"]) == repo
     model = recipe.model if recipe is not None and is_own else _published(repo)
