@@ -43,7 +43,8 @@ examples:
   eagle-chat --target Qwen3-4B-4bit --system 'Answer in one sentence.' --temperature 0.7
   printf 'What is 2 + 3?\\nAnd times 4?\\n' | eagle-chat --quiet
 
-Each line of standard input is a turn. Answers go to standard output, everything else to standard error."""
+Each line of standard input is a turn; lines that are pasted together into a terminal are one, if Python has GNU
+readline. Answers go to standard output, everything else to standard error."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def edit_lines() -> None:
+    """Let `input` edit lines and remember them. With GNU readline, pasted lines then are one line of input."""
+    with suppress(ImportError):
+        import_module("readline").parse_and_bind("set enable-bracketed-paste on")
+
+
 def read_line() -> str | None:
     """Return the next line of standard input; None at its end. Raises PromptError if it is not UTF-8."""
     by_hand = sys.stdin.isatty()
@@ -217,7 +224,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _chat(options: ChatOptions) -> None:
     chat = TerminalChat(options.engine(max_batch=1, cache_prefixes=True), options)
     if sys.stdin.isatty():
-        with suppress(ImportError):
-            import_module("readline")  # lets `input` edit lines and remember them
+        edit_lines()
         options.say(f"{COMMANDS}\nCtrl-C stops an answer, Ctrl-D ends the chat.")
     chat.run()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +178,27 @@ def test_a_turn_that_does_not_fit_is_forgotten(talk: Callable[..., tuple[int, st
     assert (code, out) == (0, "".join(output.text + "\n" for output in answers(engine, "import os", "and sys?")))
     assert "does not fit the target's context" in err
     assert "/clear forgets the conversation" in err
+
+
+def test_pasted_lines_are_one_question() -> None:
+    if "libedit" in (pytest.importorskip("readline").__doc__ or ""):
+        pytest.skip("libedit does not tell pasted text from typed text")
+    code = "from eagle_mlx.serve import terminal_chat as chat; chat.edit_lines(); print([chat.read_line()])"
+    keyboard, terminal = pty.openpty()
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    shown = b""
+    with subprocess.Popen([sys.executable, "-c", code], **streams, env={**os.environ, "TERM": "xterm"}) as process:
+        while b"> " not in shown:
+            shown += os.read(keyboard, 4096)
+        text = b"def f():\n    return 1\n"
+        marks_pasted_text = b"\x1b[?2004h" in shown
+        os.write(keyboard, b"\x1b[200~" + text + b"\x1b[201~\r" if marks_pasted_text else text)
+        while b"]\r\n" not in shown:
+            shown += os.read(keyboard, 4096)
+        assert process.wait() == 0
+    os.close(keyboard)
+    os.close(terminal)
+    assert repr([text.decode()]).encode() in shown
 
 
 def test_the_next_question_reuses_the_prompt_of_a_hybrid_that_thought() -> None:
