@@ -213,6 +213,9 @@ sed 's|"eagle_mlx": {{|&"base_model": "a/smollm2-135m-instruct",|' checkpoints/h
 mv out/config.json checkpoints/smollm2-135m-instruct"""
 """The included model and head, with the names of the real ones."""
 RUN_OTHERWISE = {
+    "make demo": "# trains for minutes; tests/test_demo.py runs it with a tiny model",
+    "make real": "# takes 20 minutes; tests/test_real.py runs it with a tiny model",
+    "make test": "# would run this test again",
     "make model": "make model" if FULL else STAND_IN,  # fetches 98 MB
     # Serves until it is stopped, and another program may use its port.
     f"eagle-serve --target {MODEL}": f"""mkfifo log
@@ -234,6 +237,11 @@ touch .venv/.ready"""
 
 All but wandb, which mlx-lm imports if it can: a fifth of each start.
 """
+
+
+def test_readme_names_the_command_that_runs_the_tests() -> None:
+    """On a line of its own, where `.ci/run` looks for it."""
+    assert "\nmake test\n" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not shutil.which("git") or not (ROOT / ".git").exists(), reason="no clone of the repository")
