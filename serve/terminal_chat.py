@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -108,6 +108,11 @@ class TerminalChat:
         prompts = [encode(self.engine.target, messages) for messages in (self.messages, [*self.messages, *turns])]
         return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False)))]
 
+    def stream(self) -> Generator[Chunk, None, None]:
+        """Answer the messages. All work is done when the first chunk is asked for. Raises EagleError."""
+        params = self.options.params_for(self.engine.target, self.messages)
+        yield from self.engine.stream(self.messages, params, self.boundaries())
+
     def run(self) -> None:
         """Answer lines of standard input until it ends or the user leaves."""
         while (line := read_line()) is not None:
@@ -129,9 +134,7 @@ class TerminalChat:
         tally, text, began, stop = Tally(), "", perf_counter_ns(), Stop()
         render = renderer(self.tokenizer, self.params.stop, self.color)
         try:
-            params = self.options.params_for(self.engine.target, self.messages)
-            answer = self.engine.stream(self.messages, params, self.boundaries())
-            with stop.listening(), stop.deferred(), closing(answer) as chunks:
+            with stop.listening(), stop.deferred(), closing(self.stream()) as chunks:
                 for chunk in chunks:
                     print(render(chunk), end="", flush=True)
                     text += chunk.text

@@ -173,6 +173,19 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(
     assert len(STATUS.findall(err)) + err.count("too short") == 2
 
 
+def test_ctrl_c_before_an_answer_keeps_the_chat(
+    talk: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing a question takes time, too: encoding it, and compiling a grammar that limits the thought."""
+    prepare = ChatOptions.params_for
+    monkeypatch.setattr(
+        ChatOptions, "params_for", lambda *given: (os.kill(os.getpid(), signal.SIGINT), prepare(*given))[1]
+    )
+    code, _, err = talk("import os\n/clear\n")
+    assert code == 0
+    assert "the conversation is empty" in err
+
+
 def test_a_turn_that_does_not_fit_is_forgotten(talk: Callable[..., tuple[int, str, str]], engine: em.Engine) -> None:
     code, out, err = talk("import os\n" + "x " * 600 + "\nand sys?\n", "--quiet")
     assert (code, out) == (0, "".join(output.text + "\n" for output in answers(engine, "import os", "and sys?")))
