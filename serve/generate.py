@@ -147,8 +147,9 @@ def _many(
                 if len(answers[row]) <= len(questions[row].later):
                     ask(row)
             while done < len(questions) and len(answers[done]) > len(questions[done].later):
-                turns, category = [_result(output) for output in answers[done]], questions[done].category
-                line = turns[0] if category is None else {"category": category, "turns": turns}
+                turns, question = [_result(output) for output in answers[done]], questions[done]
+                about = {} if question.category is None else {"category": question.category}
+                line = {**about, "turns": turns} if about or question.later else turns[0]
                 write(json.dumps(line, ensure_ascii=False))
                 done += 1
                 bar.update()

@@ -138,14 +138,15 @@ def test_lossy_acceptance_is_announced_and_marked(models: tuple[str, str], capsy
 
 def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
     questions = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
-    lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(questions)]
+    abouts: list[dict[str, str]] = [{"category": "code"}, {"category": "code"}, {}]
+    lines = [{"question_id": 1, **about, "turns": turns} for about, turns in zip(abouts, questions, strict=True)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--quiet"]
     assert main([*files, "--target", models[0], "--spec-decode", "none", *SHORT]) == 0
     engine, params = em.Engine(em.load_target(models[0])), em.SamplingParams(max_tokens=12)
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    for turns, row in zip(questions, rows, strict=True):
-        assert row["category"] == "code"
+    for about, turns, row in zip(abouts, questions, rows, strict=True):
+        assert row == {**about, "turns": row["turns"]}
         messages: list[dict[str, str]] = []
         for turn, answer in zip(turns, row["turns"], strict=True):
             messages.append({"role": "user", "content": turn})
