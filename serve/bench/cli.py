@@ -24,7 +24,8 @@ prompt at a time; mlx-lm-batch is measured for each batch above 1. Texts are com
 above temperature 0 and with --exact, with the plain engine's text for the same seeds.
 
 All modes share one model, as EAGLE-MLX loads it. With --policy throughput, hybrid is what eagle-generate and
-eagle-serve do by default: the head and n-grams, whichever is faster. With fixed, n-grams draft whenever they match."""
+eagle-serve do by default: the head and n-grams, whichever is faster; but earlier texts, which they remember, do not
+draft. With --policy fixed, n-grams draft whenever they match."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
