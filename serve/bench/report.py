@@ -65,7 +65,8 @@ class BenchRun:
     reference: str = ""  # the mode whose texts are the reference
     prompt_tokens_per_second: float = 0.0  # prompt tokens over the time to the first new token
     acceptance_rate: float | None = None
-    """The share of draft tokens that were accepted. None if none were drafted, or for mlx-lm's drafts."""
+    """The share of draft tokens, or of the levels of trees, that were accepted. None if nothing was drafted, or for
+    mlx-lm's drafts."""
     peak_bytes: int = 0
     """The most memory that MLX used while this mode decoded, without models and caches of other modes."""
 
@@ -128,7 +129,8 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
         "and the time to it; prompt: prompt tokens per second until then.",
         "x mlx-lm, x batched, x plain: tokens/s relative to mlx-lm's stream_generate, to its batch_generate at this "
         "batch size, and to the engine without drafts at this batch size.",
-        "tau: tokens per target forward, including the bonus token; accepted: the share of draft tokens.",
+        "tau: tokens per target forward, including the bonus token; accepted: the share of draft tokens, or of the "
+        "levels of trees.",
         "peak MB: the most memory that MLX used while the mode decoded, for the models and caches of that mode.",
         *(f"identical: every token equals that of {name}." for name in compared),
     ]

@@ -486,7 +486,9 @@ def test_quantized_heads_are_named_and_trees_measured_with_chains(
     what = ("--modes", "plain", "ngram", "eagle", "--depth", "3", "--nodes", "0", "8", "--head-bits", "4")
     what += ("--draft-window", "8", "--draft-sink", "1")
     assert main(["--target", target, "--head", head, *what, *QUICK, "--json", str(tmp_path / "figures.json")]) == 0
-    assert f"head: {head}, 4-bit weights in groups of 32" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"head: {head}, 4-bit weights in groups of 32" in shown
+    assert "accepted: the share of draft tokens, or of the levels of trees" in shown
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["head_quantization"] == {"group_size": 32, "bits": 4}
     assert (written["draft_window"], written["draft_sink"]) == (8, 1)
