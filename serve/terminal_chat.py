@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -184,6 +186,9 @@ class TerminalChat:
 
     def show(self, file: str) -> None:
         """Add an image to the next question. Raises EagleError if the model cannot read it."""
+        if not Path(file).expanduser().exists():
+            with suppress(ValueError):
+                [file] = shlex.split(file)  # terminals write the path of a dragged file as for a shell
         image = {"type": "image", "image": file_of(file, ImageLimits())}
         encode(self.engine.target, [{"role": "user", "content": [*self.images, image]}])
         self.images.append(image)

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -285,6 +286,18 @@ def test_an_image_goes_with_the_next_question(
         output = engine.generate(messages, params)
         assert output.text in out
         messages.append({"role": "assistant", "content": output.text})
+
+
+def test_an_image_that_is_dragged_into_the_terminal_is_found(
+    talk: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """Terminals write its path as for a shell: with backslashes before spaces, or in quotes."""
+    path = tmp_path / "a shot at 7.png"
+    path.write_bytes(picture(1, 48, 64))
+    ways = [str(path), str(path).replace(" ", "\\ "), shlex.quote(str(path)), f'"{path}"']
+    err = talk("".join(f"/image {way}\n" for way in ways))[2]
+    assert err.count("reads only text") == len(ways)  # the model's refusal: each file was read
+    assert "it's.png cannot be read" in talk("/image it's.png\n")[2]
 
 
 def test_an_image_is_refused_by_a_model_that_reads_only_text(
