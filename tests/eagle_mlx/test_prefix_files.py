@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,23 @@ def test_a_file_holds_what_was_written_and_is_a_safetensors_file(tmp_path: Path,
     assert arrays["none"].shape == (1, 2, 0, 3)
     (tmp_path / "file.safetensors").write_bytes(content.encode())
     assert mx.array_equal(mx.load(str(tmp_path / "file.safetensors"))["x"].view(dtype), x)  # type: ignore[call-overload, index]
+
+
+def test_a_file_is_decoded_while_another_engine_frees_its_buffers() -> None:
+    program = """if True:
+        from threading import Thread
+        import eagle_mlx
+        import mlx.core as mx
+        from eagle_mlx.engine.disk.snapshot_file import Content, decode
+
+        content = Content.of({}, {str(at): mx.ones((64, 64)) for at in range(12)}).encode()
+        reading = Thread(target=lambda: [decode(content) for _ in range(400)])
+        reading.start()
+        while reading.is_alive():
+            mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))
+            mx.clear_cache()
+    """
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_any_changed_byte_of_a_file_or_its_name_changes_the_checksum() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 import json
 import os
 import zlib
@@ -130,9 +129,13 @@ class Content:
 
 
 def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Decode the result of `Content.encode` into plain values and arrays on the device."""
-    loaded: Any = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
-    arrays, about = loaded[0], json.loads(loaded[1]["about"])
+    """Decode the result of `Content.encode` into plain values and arrays on the device.
+
+    Not by `mx.load`: its thread needs the GIL, with which `mx.clear_cache` of another model's engine would wait for it.
+    """
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    about = json.loads(header["__metadata__"]["about"])
+    arrays = {name: mx.array(x) for name, x in safetensors.numpy.load(content).items()}
     arrays |= {name: arrays[name].view(mx.bfloat16) for name in about["bfloat16"]}
     mx.eval(arrays)
     return about, arrays
