@@ -186,8 +186,8 @@ class TerminalChat:
 
     def show(self, file: str) -> None:
         """Add an image to the next question. Raises EagleError if the model cannot read it."""
-        if not Path(file).expanduser().exists():
-            with suppress(ValueError):
+        with suppress(ValueError, RuntimeError):
+            if not Path(file).expanduser().exists():
                 [file] = shlex.split(file)  # terminals write the path of a dragged file as for a shell
         image = {"type": "image", "image": file_of(file, ImageLimits())}
         encode(self.engine.target, [{"role": "user", "content": [*self.images, image]}])

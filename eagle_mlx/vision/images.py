@@ -43,12 +43,12 @@ def from_base64(text: str, limits: ImageLimits) -> bytes:
 
 def file_of(name: str | Path, limits: ImageLimits) -> bytes:
     """Return the content of a local file. Raises PromptError if it cannot be read or is too large."""
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         limits.check_size(path.stat().st_size)
         return path.read_bytes()
-    except OSError as e:
-        raise PromptError(f"the image {path} cannot be read: {e.strerror or e}") from e
+    except (OSError, RuntimeError) as e:  # the second for `~name` if there is no such user
+        raise PromptError(f"the image {name} cannot be read: {getattr(e, 'strerror', None) or e}") from e
 
 
 def decode(data: bytes, limits: ImageLimits) -> Image:

@@ -297,7 +297,9 @@ def test_an_image_that_is_dragged_into_the_terminal_is_found(
     ways = [str(path), str(path).replace(" ", "\\ "), shlex.quote(str(path)), f'"{path}"']
     err = talk("".join(f"/image {way}\n" for way in ways))[2]
     assert err.count("reads only text") == len(ways)  # the model's refusal: each file was read
-    assert "it's.png cannot be read" in talk("/image it's.png\n")[2]
+    for name in ("it's.png", "~no-such-user/a.png"):
+        code, _, err = talk(f"/image {name}\n/clear\n")
+        assert (code, f"{name} cannot be read" in err, "the conversation is empty" in err) == (0, True, True)
 
 
 def test_an_image_is_refused_by_a_model_that_reads_only_text(
