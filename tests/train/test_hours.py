@@ -212,6 +212,21 @@ def test_a_run_resumes_from_any_interruption(target: Target, tmp_path: Path, mon
         train_for_hours(target, config, resume=out, watch=Stopwatch(clock))
 
 
+def test_a_run_that_is_stopped_while_it_makes_data_names_one_way_to_continue(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add, out = PartialFile.add, tmp_path / "head"
+
+    def added(part: PartialFile, *args: Any) -> None:
+        add(part, *args)
+        raise Stopped
+
+    monkeypatch.setattr(PartialFile, "add", added)
+    with pytest.raises(Stopped, match=r"^$"):
+        train_for_hours(target, config_of(out, hours=HOURS / 2), watch=Stopwatch(Clock(monkeypatch)))
+    assert f"the data is kept; continue with: eagle-train --resume {out}" in capsys.readouterr().out
+
+
 def test_states_that_do_not_fit_are_captured_for_each_batch(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,10 +85,11 @@ def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.i
                 result = hours.run.learn(hours.phase(number))
                 hours.end_phase(number, result)
             return hours.finish(result)
-    except Stopped:
+    except Stopped as e:
         journal.write(folder, watch.elapsed)
         there = f"the best head so far is in {folder / BEST}; " if (folder / BEST).exists() else ""
         tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {folder}")
+        e.args = ()  # the same command, which continues other files, does not continue a run
         raise
 
 
