@@ -26,7 +26,7 @@ _value = os.environ.get(ENVIRONMENT, "")
 if _value not in ("", "0", "1"):
     raise ConfigError(f"{ENVIRONMENT} is {_value!r}; set it to 0 to compute on a CPU as on a GPU, or unset it")
 _wanted = _value != "0"
-_KERNELS = 2**20  # bytes for what MLX compiles
+_KERNELS = 2**20  # bytes for about fifty of the libraries that MLX compiles, of up to 20 KB
 
 
 def _can_compile(place: str) -> bool:

@@ -228,33 +228,29 @@ def _add(conversation: Turns, turn: Turn, where: str, functions: dict[str, Any])
             problem = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
             raise ApiError(400, f"{where}[{index}]: {problem}", f"{where}[{index}]")
         if isinstance(block, TextBlock | Media):
-            conversation.say(turn.role, _text(block, conversation, f"{where}[{index}]"))
+            conversation.say(turn.role, _text(block, conversation, f"{where}[{index}]", functions))
         elif isinstance(block, ThinkingBlock):
             conversation.think(block.thinking)
         elif isinstance(block, ToolUseBlock):
             conversation.call(block.id, block.name, block.input)
         elif isinstance(block, ToolResultBlock):
             place = f"{where}[{index}]"
-            parts = (
-                _definition(part.tool_name, functions)
-                if isinstance(part, ToolReferenceBlock)
-                else _text(part, conversation, f"{place}.content[{at}]")
-                for at, part in enumerate(_blocks(block.content))
-            )
+            blocks = enumerate(_blocks(block.content))
+            parts = (_text(part, conversation, f"{place}.content[{at}]", functions) for at, part in blocks)
             result = ("Error: " if block.is_error else "") + paragraphs(parts)
             conversation.result(block.tool_use_id, result, f"{place}.tool_use_id")
 
 
-def _text(block: TextBlock | Media, conversation: Turns, where: str) -> str:
+def _text(block: ResultPart, conversation: Turns, where: str, functions: dict[str, Any]) -> str:
+    if isinstance(block, ToolReferenceBlock):
+        return _definition(block.tool_name, functions)
     return block.text if isinstance(block, TextBlock) else conversation.pictures.text(block, where)
 
 
 def _definition(name: str, functions: dict[str, Any]) -> str:
     """Return a tool's definition, as Claude Code announces it, once: a long prompt needs a long request."""
-    if name not in functions:
-        return f"[the tool {name} is not offered]"
-    if (function := functions[name]) is None:
-        return f"[the tool {name} is described above]"
+    if (function := functions.get(name)) is None:
+        return f"[the tool {name} is {'described above' if name in functions else 'not offered'}]"
     functions[name] = None
     about = {key: value for key, value in function.items() if key != "strict" and value is not None}
     return f"<functions>\n<function>{dumps(about)}</function>\n</functions>"
