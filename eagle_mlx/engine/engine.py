@@ -276,7 +276,7 @@ class Engine:
 
         `boundaries`: lengths of prompt prefixes that later prompts may share, for models whose windows or states cannot
         be cut. `limit`: maximum tokens if params do not say; context and memory may allow fewer. Raises PromptError as
-        `generate` does, and if the request can never fit into `kv_bytes`.
+        `generate` does, and if the prompt can never fit into `kv_bytes`.
         """
         names = {"client": client, "namespace": namespace, "conversation": conversation}
         request = self.kv_budget.limited(make_request(self.target, prompt, params, boundaries, **names))

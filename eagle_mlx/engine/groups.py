@@ -133,17 +133,13 @@ class KVBudget:
         return self.nbytes - self.set_aside(self.admitted)
 
     def limited(self, request: Request) -> Request:
-        """Return the request with a limit that fits. Raises PromptError if it does not fit even alone. A request
-        without a token limit gets as many tokens as fit, and then ends with `length`."""
+        """Return the request with a limit that fits. Raises PromptError if its prompt does not fit even alone."""
         prompt = len(request.prompt)
-        wanted, more = prompt + request.limit, f" and {request.limit} to generate"
-        if _is_open(request):
-            wanted, more = prompt + 1, ""
-        if wanted > self.longest:
+        if prompt >= self.longest:
             raise PromptError(
-                f"a prompt of {prompt} tokens{more} needs a KV cache of {gb(self.size.nbytes(1, wanted))}, but the "
-                f"limit is {gb(self.nbytes)}, enough for {self.longest} tokens; shorten the request, or raise the "
-                "limit with kv_bytes (--kv-gb)"
+                f"a prompt of {prompt} tokens needs a KV cache of {gb(self.size.nbytes(1, prompt + 1))}, but the limit "
+                f"is {gb(self.nbytes)}, enough for {self.longest} tokens; shorten the prompt, or raise the limit with "
+                "kv_bytes (--kv-gb)"
             )
         return replace(request, limit=min(request.limit, self.longest - prompt))
 

@@ -222,7 +222,7 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
         whole = lambda text, special: vision.encode(text, images, lambda part: encode(part, special))  # noqa: E731
     tokens = chat.tokens(whole)
     if must_fit:
-        check_context(len(tokens), body.most_tokens, loaded, "messages")
+        check_context(len(tokens), loaded, "messages")
     spans = placed(chat.text, tokens, images) if images else ()
     return ChatPrompt(chat, ImagePrompt(tokens, spans), offer, whole)
 

@@ -85,7 +85,7 @@ def _encoded(given: str | list[int], body: CompletionRequest, loaded: Loaded, en
         raise PromptError.at("prompt", f"contains a token id outside the model's vocabulary of {size}")
     else:
         prompt = _Prompt(loaded.tokenizer.decode(given), given)
-    check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
+    check_context(len(prompt.tokens), loaded, "prompt")
     return prompt
 
 

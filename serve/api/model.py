@@ -205,14 +205,12 @@ def _drafter(request: ChoicesRequest, loaded: Loaded) -> Drafter | None:
     return None if mode is None else _DRAFTERS.get(mode, "model")
 
 
-def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str) -> None:
-    """Raise ApiError 400 if `prompt` tokens and the answer do not fit the context."""
+def check_context(prompt: int, loaded: Loaded, param: str) -> None:
+    """Raise ApiError 400 if a prompt of this many tokens leaves no room for an answer in the context."""
     context = loaded.target.context_length
-    if prompt + (max_tokens or 1) > context:
-        wanted = f" and {max_tokens} to generate" if max_tokens else ""
+    if prompt >= context:
         # Both APIs' words, which tell agents to shorten the conversation.
         here = f"this model's maximum context length is {context} tokens"
-        message = f"{here}, but the prompt has {prompt}{wanted}; shorten it"
-        error = ApiError(400, message, param, "context_length_exceeded")
+        error = ApiError(400, f"{here}, but the prompt has {prompt}; shorten it", param, "context_length_exceeded")
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

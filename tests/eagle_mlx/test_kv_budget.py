@@ -168,20 +168,16 @@ def test_rows_and_prefixes_stay_within_the_budget(
 def test_a_request_that_never_fits_is_refused_with_numbers() -> None:
     engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
     assert engine.kv_budget.longest == 100
-    with pytest.raises(PromptError, match=r"140 tokens and 10 to generate needs .* limit is .* for 100 tok.*kv"):
-        engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=10))
-    with pytest.raises(PromptError, match="140 tokens needs"):
-        engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=512))
-    assert engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=40)).limit == 40
-    with pytest.raises(PromptError, match="60 tokens and 41 to generate"):
-        engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=41))
+    for most in (10, TARGET.context_length):
+        with pytest.raises(PromptError, match=r"140 tokens needs .* limit is .* for 100 tok.*kv"):
+            engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=most))
 
 
-def test_a_request_without_a_limit_gets_what_fits() -> None:
+@pytest.mark.parametrize("most", [41, TARGET.context_length])
+def test_a_request_gets_as_many_tokens_as_fit(most: int) -> None:
     engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
-    request = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=TARGET.context_length, ignore_eos=True))
-    assert request.limit == 40
-    [output] = engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=TARGET.context_length, ignore_eos=True))
+    assert engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=40)).limit == 40
+    [output] = engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=most, ignore_eos=True))
     assert (output.finish_reason, len(output.tokens)) == ("length", 40)
 
 
