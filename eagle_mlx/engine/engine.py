@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -269,20 +269,17 @@ class Engine:
         boundaries: Sequence[int] = (),
         client: str = "",
         namespace: str = "",
-        limit: int | None = None,
         conversation: str = "",
     ) -> RequestState:
         """Return a request for `submit`. Thread-safe. `client`, `namespace` and `conversation`: see `Request`.
 
         `boundaries`: lengths of prompt prefixes that later prompts may share, for models whose windows or states cannot
-        be cut. `limit`: maximum tokens if params do not say; context and memory may allow fewer. Raises PromptError as
-        `generate` does, and if the prompt can never fit into `kv_bytes`.
+        be cut. Context and memory may allow fewer tokens than `params.max_tokens`. Raises PromptError as `generate`
+        does, and if the prompt can never fit into `kv_bytes`.
         """
         names = {"client": client, "namespace": namespace, "conversation": conversation}
-        request = self.kv_budget.limited(make_request(self.target, prompt, params, boundaries, **names))
-        if limit is not None:
-            request = replace(request, limit=min(request.limit, limit))
-        return RequestState(request, self.target.tokenizer)
+        request = make_request(self.target, prompt, params, boundaries, **names)
+        return RequestState(self.kv_budget.limited(request), self.target.tokenizer)
 
     def submit(self, request: RequestState) -> None:
         """Queue a request. Steps then extend its tokens until it has a finish reason."""

@@ -24,8 +24,8 @@ from eagle_mlx.target import Target
 
 GROUPS = 2
 """Maximum number of groups. A third would read the weights once more, but save less padding than the second."""
-_OPEN_END = 2048
-"""Most answers are shorter. Reserving the whole context would let few such requests decode together."""
+_RESERVE = 2048
+"""Most answers are shorter. Agents allow tens of thousands of tokens: few such requests could decode together."""
 _LOOK = 16
 """Rounds between two checks whether rows have outgrown their group. A check takes 0.4 ms for 64 rows on a CPU."""
 _ROUND = 32 << 20
@@ -117,7 +117,7 @@ class KVBudget:
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
         self.nbytes, self.size = nbytes, size
         self.groups = groups
-        self.open_end = _OPEN_END  # tokens reserved beyond the current length of a request without a token limit
+        self.reserve = _RESERVE  # the most tokens reserved beyond a row's length
         self.rows: list[RequestState] = []
         """The rows that take memory, and some that ended. It is replaced, never changed: other threads read it."""
         self.longest = bisect_right(range(1, context + 1), nbytes, key=lambda length: size.nbytes(1, length))
@@ -144,8 +144,7 @@ class KVBudget:
         return replace(request, limit=min(request.limit, self.longest - prompt))
 
     def reach(self, request: RequestState) -> int:
-        most = len(request.prompt) + request.limit
-        return min(most, request.length + self.open_end) if _is_open(request) else most
+        return min(len(request.prompt) + request.limit, request.length + self.reserve)
 
     def set_aside(self, requests: Sequence[RequestState]) -> int:
         grouped = self.grouped(requests)
@@ -182,10 +181,6 @@ def check_settings(sizes: Mapping[str, int], prefill_ms: float, kv_bits: int | N
         raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
     if kv_bits not in (None, 4, 8):
         raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
-
-
-def _is_open(request: Request | RequestState) -> bool:
-    return request.limit < request.params.max_tokens
 
 
 class Groups:

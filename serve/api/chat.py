@@ -49,21 +49,17 @@ class EncodedChat:
     reader: Callable[[], AnswerParser]
 
 
-async def encoded(
-    received: Received[Any], loaded: Loaded, body: ChatRequest, at_most: int | None = None
-) -> EncodedChat:
-    """Render and encode a prompt in a thread. at_most: a bound on answer tokens. Raises ApiError."""
+async def encoded(received: Received[Any], loaded: Loaded, body: ChatRequest) -> EncodedChat:
+    """Render and encode a prompt in a thread. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
     return await received.in_thread(
-        loaded, lambda encode: encode_chat(body, loaded, encode, received.owner, at_most), has_schema
+        loaded, lambda encode: encode_chat(body, loaded, encode, received.owner), has_schema
     )
 
 
-def encode_chat(
-    body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner, at_most: int | None = None
-) -> EncodedChat:
+def encode_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner) -> EncodedChat:
     """Render and encode a prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
     chat, prompt, offer, whole = render_chat(body, loaded, encode)
     starts_in_reasoning, continued = loaded.chat.starts_in_reasoning(prompt.tokens, chat), chat.continued is not None
@@ -87,7 +83,7 @@ def encode_chat(
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
     shared = chat.boundaries(prompt.tokens, whole) if loaded.engine.wants_boundaries else ()
     conversation = opening(body) if loaded.learner is not None else ""
-    requests = [loaded.engine.prepare(prompt, choice, shared, *owner, at_most, conversation) for choice in params]
+    requests = [loaded.engine.prepare(prompt, choice, shared, *owner, conversation) for choice in params]
     return EncodedChat(body, loaded, requests, reader)
 
 

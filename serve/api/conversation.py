@@ -152,17 +152,14 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 class PendingParts(PendingAnswer):
     """The answer in parts of a request that was translated to a chat."""
 
-    def __init__(
-        self, call: Call, chat: ChatRequest, at_most: int | None, names: Names, options: EventFormat | None = None
-    ):
-        """at_most: a bound on answer tokens. names: renames the fields in errors."""
+    def __init__(self, call: Call, chat: ChatRequest, names: Names, options: EventFormat | None = None):
+        """names: renames the fields in errors."""
         super().__init__(call, options)
         self._chat, self._names = chat, names
-        self._at_most = at_most
 
     async def prepare(self, received: Received[Any], loaded: Loaded) -> PartsAnswer:
         with self._names.used():
-            return self.answer(await encoded(received, loaded, self._chat, self._at_most))
+            return self.answer(await encoded(received, loaded, self._chat))
 
     @abstractmethod
     def answer(self, chat: EncodedChat) -> PartsAnswer:

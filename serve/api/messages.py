@@ -141,7 +141,7 @@ class CountTokensRequest(ChatExtensions, Cached):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int = Field(ge=1)  # an upper bound: the context may leave fewer
+    max_tokens: int = Field(ge=1)
     stream: bool | None = None
     stop_sequences: Many[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
@@ -168,7 +168,7 @@ _BLOCKS = {
 
 
 def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
-    """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
+    """Return the chat. Raises ApiError that names the field."""
     turns, chat = _turns(body), {**body.extensions(), **_tools(body)}
     chat.setdefault("continue_final_message", body.messages[-1].role == "assistant")
     if body.thinking is not None:
@@ -180,7 +180,7 @@ def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
         form = {"name": "answer", "schema": wanted.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
-        chat |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
+        chat |= body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
     return translated(turns, chat, names_of(body), limits).without_tools(_deferred(body))
 
 
@@ -286,7 +286,7 @@ _EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}  # the field
 
 class PendingMessage(PendingParts):
     def __init__(self, call: Call, body: MessagesRequest, chat: ChatRequest):
-        super().__init__(call, chat, body.max_tokens, names_of(body))
+        super().__init__(call, chat, names_of(body))
         self.body = body
 
     def answer(self, chat: EncodedChat) -> MessageAnswer:

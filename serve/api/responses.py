@@ -47,7 +47,7 @@ class PendingResponse(PendingParts):
 
     def __init__(self, call: Call, body: ResponsesRequest, chat: ChatRequest, functions: Functions, keep: Keep):
         """keep: stores the response, unless `store` is false."""
-        super().__init__(call, chat, body.max_output_tokens, functions.names, body.stream_options)
+        super().__init__(call, chat, functions.names, body.stream_options)
         self.body, self.functions = body, functions
         self.keep = keep
         self._settings = _settings(body) | body.model_dump(include={"temperature", "top_p"})

@@ -182,7 +182,7 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)  # an upper bound: the context may leave fewer
+    max_output_tokens: int | None = Field(None, ge=1)
     tools: Many[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoices | None = None
     parallel_tool_calls: bool | None = None
@@ -297,9 +297,10 @@ def input_items(body: ResponsesRequest) -> list[Item | ItemReference]:
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:
-    """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
+    """Return the chat of these items. Raises ApiError."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     fields: dict[str, Any] = {
+        "max_tokens": body.max_output_tokens,
         "tools": functions.functions or None,
         "tool_choice": _choice(body.tool_choice),
         "reasoning_effort": None if effort == "none" else effort,

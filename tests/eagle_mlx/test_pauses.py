@@ -350,7 +350,7 @@ def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -
             prefix_cache_bytes=kept,
             kv_bytes=allowed,
         )
-        engine.kv_budget.open_end = 12  # so that all eight begin, as if the context were much longer than the reserve
+        engine.kv_budget.reserve = 12  # so that all eight begin, as if the context were much longer than the reserve
         rows = [engine.prepare(p, o) for p, o in zip(texts, options, strict=True)]
         for row in rows:
             engine.submit(row)

@@ -284,7 +284,7 @@ def test_rows_paused_for_memory_resume_when_others_end() -> None:
     params = em.SamplingParams(max_tokens=1 << 30, ignore_eos=True)
     size = em.Engine(target).kv_budget.size
     engine = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(2), kv_bytes=size.nbytes(3, 100))
-    engine.kv_budget.open_end = 12
+    engine.kv_budget.reserve = 12
     rows = [engine.prepare(prompt[:20], params) for prompt in PROMPTS[:8]]
     for row in rows:
         engine.submit(row)
