@@ -158,6 +158,13 @@ def test_bisection_finds_any_number(values: list[float], place: int, dtype: mx.D
     assert threshold.item() == wanted.item()
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_bisection_finds_zero_below_every_number(dtype: mx.Dtype) -> None:
+    greatest = mx.arange(1, 0x7C00, dtype=mx.uint16).view(dtype)
+    threshold = bisect(lambda t: t >= 0, greatest)
+    assert mx.all(threshold == 0)
+
+
 @settings(max_examples=some(100), deadline=None)
 @given(
     size=st.sampled_from([1, 37, 64, 128, 640, 4096, 9000]),
