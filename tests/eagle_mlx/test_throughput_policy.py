@@ -206,6 +206,13 @@ def test_a_row_without_a_match_keeps_its_model_if_others_match() -> None:
     assert sum(kinds) > 180
 
 
+def test_a_model_is_judged_by_its_rows_beside_rows_that_match() -> None:
+    policy = ThroughputPolicy()
+    for _ in range(20):
+        policy.observe(result(Plan(4, lookups=(0, 4), sources=(0, 4 * MATCH)), [4, 0], [4, 0], 1.0))
+    assert policy.acceptance > 0.9
+
+
 def test_a_cost_curve_that_is_wrong_hides_nothing_for_long() -> None:
     for curve, chance in (("M3 Max", 0.6), ("M4 Pro", 0.6), ("CPU", 0.85)):
         for seed in SEEDS:
