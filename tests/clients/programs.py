@@ -144,6 +144,14 @@ PROGRAMS = (
         files={"opencode.json": opencode()},
     ),
     Program(
+        "Qwen Code",
+        "qwen",
+        "chat",
+        ["--approval-mode", "yolo", ASKED],
+        ("run_shell_command", {**READ, "is_background": False}),
+        variables={"OPENAI_BASE_URL": "@URL@/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "@MODEL@"},
+    ),
+    Program(
         "Continue CLI",
         "cn",
         "chat",
