@@ -1,4 +1,4 @@
-"""Measure τ of answers about images and of answers about text, for n-grams and for heads of any kind.
+"""Measure τ of answers about images and of answers about text, for n-grams, draft models and heads of any kind.
 
     python benchmarks/images.py --target mlx-community/Qwen3.5-9B-4bit --head out/mtp out/eagle3 --images shots/*.png
     python benchmarks/images.py --target out/reader/model --head out/mtp --pictures out/reader/questions.jsonl
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of a model that sees")
     parser.add_argument("--head", nargs="*", default=[], help="folders or hub ids of its heads")
+    parser.add_argument("--draft-model", nargs="*", default=[], help="folders or hub ids of smaller models")
     images = parser.add_mutually_exclusive_group(required=True)
     images.add_argument("--images", type=Path, nargs="+", help="files of images")
     images.add_argument("--pictures", type=Path, help="questions.jsonl of picture_reader.py")
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     heads = [em.load_head(name, target, check=False) for name in args.head]
     proposers: dict[str, Any] = {"n-grams": em.NgramProposer()}
     proposers |= {f"{kind_of(head).title} ({name})": head for name, head in zip(args.head, heads, strict=True)}
+    proposers |= {f"draft model ({name})": em.DraftModelProposer(em.load_target(name)) for name in args.draft_model}
     texts: Sequence[Any]
     if args.pictures is not None:
         with_images, texts = read_pictures(args.pictures)

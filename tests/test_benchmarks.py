@@ -114,11 +114,11 @@ def test_a_text_model_reads_questions_in_pictures(tmp_path: Path, capsys: pytest
     )
     assert made is not None
     assert made[1] == made[2]
-    few = ["--max-tokens", "8", "--depth", "2"]
-    script("images.py")["main"](["--target", f"{output}/model", "--pictures", f"{output}/questions.jsonl", *few])
-    assert re.fullmatch(
-        r"\| n-grams \| .* of 2 answers\) \| .* of 2 answers\) \|", capsys.readouterr().out.splitlines()[-1]
-    )
+    few = ["--pictures", f"{output}/questions.jsonl", "--max-tokens", "8", "--depth", "2"]
+    script("images.py")["main"](["--target", f"{output}/model", "--draft-model", str(target), *few])
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    for row, drafts in zip(rows, ("n-grams", "draft model .*"), strict=True):
+        assert re.fullmatch(rf"\| {drafts} \| .* of 2 answers\) \| .* of 2 answers\) \|", row)
 
 
 @pytest.mark.parametrize("depth", [0, 3])
