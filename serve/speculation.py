@@ -118,7 +118,7 @@ class Speculation(Group):
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
     ngram_max: int | None = setting(None, "most tokens that a match compares (default: 16)", AT_LEAST_1)
     ngram_min: int | None = setting(
-        None, "fewest tokens that must match (default: 1; 3 with a head or draft model)", AT_LEAST_1
+        None, "fewest tokens that must match (default: 1; 2 with a head or draft model)", AT_LEAST_1
     )
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     memory_mb: int = setting(

@@ -20,8 +20,10 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
+from eagle_mlx.proposers.ngram import MIN_NGRAM
 from eagle_mlx.serve.head_choice import quantize
 from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.setting import find
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -169,6 +171,10 @@ def test_each_policy_gets_its_settings() -> None:
     assert parse("--dynamic-spec-decode --disable-by-batch-size 0").make_policy() == AcceptancePolicy(4)
     with pytest.raises(ConfigError, match="alpha"):
         parse("--spec-policy acceptance-ema --acceptance-rate-ema-alpha 2").make_policy()
+
+
+def test_the_help_names_the_fewest_tokens_that_match_with_a_model() -> None:
+    assert f"{MIN_NGRAM} with a head or draft model" in find(Speculation, "ngram_min").help
 
 
 def test_each_mode_loads_its_proposer(tmp_path_factory: pytest.TempPathFactory) -> None:
