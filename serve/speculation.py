@@ -118,7 +118,7 @@ class Speculation(Group):
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
     ngram_max: int | None = setting(None, "most tokens that a match compares (default: 16)", AT_LEAST_1)
     ngram_min: int | None = setting(
-        None, "fewest tokens that must match (default: 1; 2 with a head or draft model)", AT_LEAST_1
+        None, "fewest tokens that must match (default: 1; 2 with a head or draft model)", between(1, 16)
     )
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     memory_mb: int = setting(
@@ -273,7 +273,7 @@ class Speculation(Group):
         """Return an n-gram proposer that matches at least this many tokens, unless a flag says how many."""
         from eagle_mlx.proposers.suffixes import REACH
 
-        longest = self.ngram_max or max(REACH, self.ngram_min or 0)
+        longest = self.ngram_max or REACH
         memory = em.Memory(self.memory_mb << 20) if self.memory_mb and not self.no_memory else None
         return em.NgramProposer(longest, self.ngram_min or min(shortest, longest), self.prompt_lookup, memory)
 

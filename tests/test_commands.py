@@ -190,6 +190,7 @@ DECODING = [
     ("--draft-tree-nodes 65", "--draft-tree-nodes must be between 0 and 64, not 65"),
     ("--ngram-max 0", "--ngram-max must be at least 1, not 0"),
     ("--ngram-min 4 --ngram-max 3", "--ngram-min 4 is more than --ngram-max 3"),
+    ("--ngram-min 17", "--ngram-min must be between 1 and 16, not 17"),
     ("--acceptance-rate-threshold 1.5", "--acceptance-rate-threshold must be between 0 and 1, not 1.5"),
     ("--acceptance-rate-ema-alpha 0", "--acceptance-rate-ema-alpha must be above 0 and at most 1, not 0.0"),
     ("--kv-gb 999999", "--kv-gb must be above 0 and at most this machine's memory, not 999999.0 GB"),

@@ -38,9 +38,11 @@ class NgramProposer(Proposer):
     def __init__(
         self, max_ngram: int = REACH, min_ngram: int = 1, prompt_lookup: bool = True, memory: Memory | None = None
     ):
-        """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order."""
+        """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order or range."""
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
+        if min_ngram > REACH:
+            raise ConfigError(f"a match compares at most {REACH} tokens, so min_ngram {min_ngram} would never match")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.prompt_lookup, self.memory = prompt_lookup, memory
 

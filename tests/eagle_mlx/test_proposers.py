@@ -352,3 +352,5 @@ def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
 def test_ngram_sizes_must_make_sense() -> None:
     with pytest.raises(ConfigError, match="min_ngram 3 and max_ngram 2"):
         em.NgramProposer(max_ngram=2, min_ngram=3)
+    with pytest.raises(ConfigError, match="a match compares at most 16 tokens, so min_ngram 17 would never match"):
+        em.NgramProposer(max_ngram=20, min_ngram=17)
