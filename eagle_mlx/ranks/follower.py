@@ -65,7 +65,8 @@ def follow(target: Target, channel: Channel) -> None:
         channel.shall_stop = True
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all ranks; rank 0 decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal signals all ranks; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
     follower = Follower(target)
     try:
         goes_on = True

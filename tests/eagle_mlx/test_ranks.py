@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -18,9 +19,11 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.command import Stop
 from eagle_mlx.decoding.draft import Tree
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.ranks.channel import decode, encode
+from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget, is_mirrored
 from eagle_mlx.ranks.load import check_readable, shard_layers, shard_tensors
 from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes_of
@@ -300,6 +303,27 @@ def test_ranks_are_ended_once_unless_they_are_lost() -> None:
     gone.lost = "rank 1 is gone"
     LeadingTarget.of(tiny_target(), gone).close()
     assert gone.messages == []
+
+
+class Interrupted(Silent):
+    """Receives a signal of the terminal, and then that rank 0 has ended."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__()
+        self.number = number
+
+    def receive(self) -> Any:
+        signal.raise_signal(self.number)
+        return {"calls": [], "gone": [], "then": ["end"]}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ranks_stay_until_rank_0_has_ended_whatever_their_terminal_says(number: signal.Signals) -> None:
+    """Rank 0 gets the signal too, and needs the others to finish a step and save a training."""
+    channel: Any = Interrupted(number)
+    with Stop().listening():
+        follow(tiny_target(), channel)
+    assert channel.closed
 
 
 def test_a_closed_target_leaves_a_model_that_makes_its_own_caches_again() -> None:
