@@ -151,7 +151,8 @@ class Format:
     weights stay quantized. Raises ConfigError if the layout cannot express the head, OutputError if the folder cannot
     be written."""
     has_embedding: bool = False  # whether the files hold an embedding, copied from the target if the head has none
-    one_layer_in: tuple[str, ...] = ()  # the readers that refuse heads with several layers
+    refused_by: Callable[[Any], tuple[str, ...]] = lambda head: ()
+    """Returns the readers that do not load a head, because they lack a part of it."""
 
     @property
     def read_by(self) -> str:
@@ -161,7 +162,7 @@ class Format:
 
     def servers(self, head: DraftHead) -> tuple[str, ...]:
         """Return the tags of other servers that load a head in this layout unchanged."""
-        refusing = self.one_layer_in if head.cache_layers > 1 else ()
+        refusing = self.refused_by(head)
         return tuple(name.lower() for name in self.readers if name in SERVERS and name not in refusing)
 
 

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 import eagle_mlx as em
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.block.formats import save_deepspec, save_speculators_block
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
 from eagle_mlx.heads.eagle3.formats import save_speculators
@@ -37,7 +38,7 @@ from eagle_mlx.train.publish.card import bench_command, data_sets, of_bench, of_
 from eagle_mlx.train.publish.cli import main
 from eagle_mlx.train.run import loop
 from tests import hub_server
-from tests.eagle_mlx.heads import eagle, eagle3, mtp, peagle
+from tests.eagle_mlx.heads import dspark, eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.train.empty_pictures import leave_empty_pictures
 
@@ -455,6 +456,18 @@ def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.Capt
     assert re.search(
         '"method": "eagle3", .*, "parallel_drafting": true}\'$', dry(heads["peagle"], capsys), re.MULTILINE
     )
+
+
+@pytest.mark.parametrize(("kind", "is_loaded"), [("vanilla", True), ("gated", False), ("rnn", False)])
+def test_vllm_is_named_only_for_dspark_heads_with_a_vanilla_markov_head(
+    kind: str, is_loaded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for save in (save_deepspec, save_speculators_block):
+        folder = tmp_path / save.__name__
+        head = dspark(tiny_target(), markov_head=kind)
+        head.attach(tiny_target())
+        save(head, folder, target_name="owner/tiny")
+        assert ("vllm" in dry(folder, capsys)) == is_loaded
 
 
 def test_the_card_of_an_eagle_31_head_warns_of_old_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,13 +273,19 @@ def _holds(*classes: str) -> Callable[[Mapping[str, Any], object], bool]:
     return lambda config, _: of_class(config, *classes)
 
 
+def _refused_by(head: BlockHead) -> tuple[str, ...]:
+    """Return vLLM for Markov heads that it does not have."""
+    return () if head.config.markov_head in (None, "vanilla") else ("vLLM",)
+
+
 def _of_speculators(kind: str, title: str) -> Format:
     about, readers = f"{title}, as speculators writes it", ("speculators", "vLLM")
-    return Format("speculators", about, readers, of_speculators(kind), load_speculators_block, save_speculators_block)
+    return Format("speculators", about, readers, of_speculators(kind), *_SPECULATORS)
 
 
 _ZLAB, _ZLAB_2 = (_holds(ZLAB), load_zlab, save_zlab), (_holds(ZLAB_2), load_zlab, save_zlab)
-_DEEPSPEC = _holds(DEEPSPEC, GEMMA), load_deepspec, save_deepspec
+_DEEPSPEC = _holds(DEEPSPEC, GEMMA), load_deepspec, save_deepspec, False, _refused_by
+_SPECULATORS = load_speculators_block, save_speculators_block, False, _refused_by
 _SPECFORGE = _holds(SPECFORGE, LIQUID), load_specforge, save_specforge
 _MUSE = (lambda config, _: config.get("model_type") == MUSE), load_muse, save_muse
 DFLASH_FORMATS = (

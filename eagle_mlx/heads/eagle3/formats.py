@@ -346,11 +346,16 @@ def _holds_speculators(config: Mapping[str, Any], _: object) -> bool:
     return config.get("speculators_model_type") not in (None, "mtp", "dflash", "dspark", "peagle")
 
 
+def _refused_by(head: Eagle3Head) -> tuple[str, ...]:
+    """Return SGLang for heads with several layers."""
+    return ("SGLang",) if head.cache_layers > 1 else ()
+
+
 _ABOUT = "portable EAGLE-3, as SafeAILab and SpecForge write it"
 _PORTABLE, _SPECULATORS = (load_eagle3, save_eagle3), (load_speculators, save_speculators)
 _READERS = ("speculators", "vLLM")
 EAGLE3_FORMATS = (
-    Format("eagle3", _ABOUT, ("SGLang", "vLLM", "SpecForge"), is_portable, *_PORTABLE, one_layer_in=("SGLang",)),
+    Format("eagle3", _ABOUT, ("SGLang", "vLLM", "SpecForge"), is_portable, *_PORTABLE, refused_by=_refused_by),
     Format("speculators", "speculators", _READERS, _holds_speculators, *_SPECULATORS, has_embedding=True),
 )
 _ABOUT_PEAGLE, _holds_peagle_speculators = "P-EAGLE, as speculators writes it", of_speculators("peagle")
