@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,8 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hidden_states import Example
+from eagle_mlx.ranks import ProcessGroup
+from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.target import Target
 from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.data.examples import InMemory
@@ -138,6 +141,16 @@ def test_impossible_shapes_are_refused(more: dict[str, Any], message: str) -> No
     config = config_of(**more)
     with pytest.raises(ConfigError, match=message):
         kind_of(tiny_head(target)).check(target, config)
+
+
+def test_layers_that_are_divided_among_machines_are_not_copied() -> None:
+    """Each machine has a part of every layer, and a head needs all of it."""
+    target = tiny_target()
+    channel: Any = SimpleNamespace(world=ProcessGroup(0, 2))
+    leading = LeadingTarget.of(target, channel)
+    for layers, wrong in ((1, None), (2, "--layers 2: with --shard, a machine has only a part of each layer")):
+        with pytest.raises(ConfigError, match=wrong) if wrong else nullcontext():
+            kind_of(tiny_head(target)).check(leading, config_of(layers=layers))
 
 
 def test_layers_with_unknown_rope_are_not_copied() -> None:

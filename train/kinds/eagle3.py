@@ -111,6 +111,8 @@ def attention_of(target: Target) -> dict[str, Any]:
 def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
     """Return the weights of the target's last layers, in float32. Raises ConfigError if a head cannot have them."""
     count, copies = head.config.num_hidden_layers, []
+    if target.ranks > 1:
+        raise ConfigError(f"--layers {count}: with --shard, a machine has only a part of each layer; use --layers 1")
     for number, layer in enumerate(head.layers, target.num_layers - count + 1):
         source = target.layers[number]
         own = _in_halves(source, plain_weights(source))
