@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -108,15 +109,15 @@ def load_target(config: LoadConfig, lazy: bool = False) -> Target:
 
 def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     """Return whether greedy text is the same with and without speculation, apart from rounding."""
-    target, exact = loaded.target, loaded.engine.exact
-    most, drafter = min(_CHECK_TOKENS, target.context_length - 2), loaded.engine.drafter
+    target, own = loaded.target, loaded.engine
+    shared: dict[str, Any] = {"max_batch": 1, "exact": own.exact, "kv_bits": own.kv_bits}
+    most, drafter = min(_CHECK_TOKENS, target.context_length - 2), own.drafter
     params = SamplingParams(max_tokens=most, ignore_eos=True, drafter=drafter)
-    prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
-    plain = Engine(target, max_batch=1, exact=exact).generate([prompt], params)[0]
-    policy = FixedPolicy(loaded.most_drafts)
-    engine = Engine(target, loaded.engine.proposer, policy=policy, max_batch=1, exact=exact)
+    prompt = own.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
+    plain = Engine(target, **shared).generate([prompt], params)[0]
+    engine = Engine(target, own.proposer, policy=FixedPolicy(loaded.most_drafts), **shared)
     drafted = engine.generate([prompt], params)[0]
-    identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params])
+    identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], own.kv_bits)
     tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
     if identity.different:
         say(f"check: FAILED: the text is {drafted.text!r} with speculation and {plain.text!r} without; {tau}")

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle_mlx import Output, SamplingParams, Target
+from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import counted, progress_bar, show_step
@@ -61,8 +62,10 @@ def compare(
     reference: Sequence[Sequence[int]],
     tokens: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
+    kv_bits: int | None = None,
 ) -> TextComparison:
-    """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise."""
+    """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise. `kv_bits`: of
+    the KV caches that they were decoded with."""
     identical = excused = 0
     for prompt, expected, actual, own in zip(prompts, reference, tokens, params, strict=True):
         at = first_difference(expected, actual)
@@ -70,13 +73,16 @@ def compare(
             identical += 1
         elif at < min(len(expected), len(actual)):
             candidates = {expected[at], actual[at]}
-            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, own)
+            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, own, kv_bits)
     return TextComparison(identical, excused, len(prompts) - identical - excused)
 
 
-def _is_near_tie(target: Target, tokens: list[int], candidates: set[int], params: SamplingParams) -> bool:
+def _is_near_tie(
+    target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, kv_bits: int | None
+) -> bool:
     """Return whether both candidates' scores (logits + temperature x noise) are within the tolerance of the best."""
-    scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
+    cache = RaggedCache.of(target.model, 1, kv_bits)
+    scores = target.forward(mx.array([tokens], mx.int32), cache).logits[:, -1:].astype(mx.float32)
     if params.rule != "greedy":
         batch = SamplingBatch.of([params], [params.seed or 0])
         position = mx.array([[len(tokens)]], mx.int32)

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from eagle_mlx.cache.full import RaggedQuantized
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
@@ -107,6 +108,21 @@ def test_the_check_passes(models: tuple[str, str], flags: list[str], capsys: pyt
     printed = capsys.readouterr().err
     assert "check: ok: 16 tokens" in printed
     assert "tau " in printed
+
+
+def test_the_check_decodes_with_the_cache_that_the_server_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of a drafting round is made wrong, in quantized caches only."""
+    written = RaggedQuantized.update_and_fetch
+
+    def spoiled(self: RaggedQuantized, keys: mx.array, values: mx.array) -> object:
+        return written(self, keys, values * (1 < keys.shape[2] < 8))
+
+    monkeypatch.setattr(RaggedQuantized, "update_and_fetch", spoiled)
+    assert main(["--check", "--no-prior"]) == 0
+    assert main(["--check", "--no-prior", "--kv-bits", "8"]) == 1
+    assert "check: FAILED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
