@@ -46,10 +46,15 @@ def is_table(source: Source) -> bool:
 
 
 def decoded(row: object, origin: str) -> dict[str, Any]:
-    """Return a row that may still be JSON. Raises DataError if it is not a JSON object."""
+    """Return a row that may still be JSON. Raises DataError if it is not a JSON object, or not valid Unicode."""
     row = _parsed(row, origin) if isinstance(row, bytes) else row
     if not isinstance(row, dict):
         raise DataError(f"{origin}: a row must be an object, not {type(row).__name__}")
+    try:
+        json.dumps(row, ensure_ascii=False, default=lambda value: None).encode()
+    except UnicodeEncodeError as e:
+        half = ascii(e.object[e.start])
+        raise DataError(f"{origin}: not valid Unicode: {half} is half of a character; complete or remove it") from e
     return row
 
 
@@ -70,7 +75,7 @@ def json_rows(source: Source) -> Iterator[RawRow]:
 def _items(text: bytes, path: Path) -> list[object]:
     try:
         items: list[object] = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{path} is not valid JSON: {e}") from e
     if not items:
         raise _empty(path, "an empty list")
@@ -149,6 +154,8 @@ def _parsed(line: bytes, origin: str) -> object:
         raise DataError(f"{origin}: not valid JSON: {e.msg} at column {e.colno}") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{origin}: not UTF-8: {e.reason} at byte {e.start}") from e
+    except (ValueError, RecursionError) as e:  # endless numbers or lists
+        raise DataError(f"{origin}: not valid JSON: {e}") from e
 
 
 def _cause(error: BaseException) -> str:

@@ -80,6 +80,9 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
         (b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": "b"', "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: not UTF-8"),
+        (b'{"text": "a"}\n{"text": "\\ud83d"}\n', "x.jsonl:2: not valid Unicode"),
+        (b'{"text": "a"}\n{"text": "b", "n": 1%s}\n' % (b"0" * 5000), "x.jsonl:2: not valid JSON"),
+        (b'{"text": "a"}\n{"text": %s' % (b"[" * 100_000), "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be an object, not list"),
         (b'{"text": "a"}\n{"q": "b"}\n', r"x.jsonl:2: the row's keys \(q\) have no known shape"),
     ],
@@ -96,6 +99,7 @@ def test_a_bad_jsonl_row_is_named_before_anything_is_yielded(tmp_path: Path, con
         ("x.json", b"[1, 2]", "x.json:1: a row must be an object"),
         ("x.json", b"[]", "empty list"),
         ("x.json", b'[{"text": ', "x.json is not valid JSON"),
+        ("x.json", b'[{"text": "a"}, {"text": "\\ud83d"}]', "x.json:2: not valid Unicode"),
         ("x.parquet", b"PAR1 no table", "x.parquet cannot be read as parquet"),
     ],
 )
