@@ -220,9 +220,8 @@ class Engine:
         Raises PromptError before decoding anything if a prompt is empty or too long, or if the target does not support
         the params. If a step raises, these prompts are withdrawn.
         """
-        if is_prompt(prompts):
-            return self.generate([cast(Prompt, prompts)], params, progress)[0]
-        prompts = cast(Sequence[Prompt], prompts)
+        is_one = is_prompt(prompts)
+        prompts = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         params = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one, or one per prompt")
@@ -237,7 +236,8 @@ class Engine:
         finally:
             for request in requests:
                 self.cancel(request)
-        return [self.output(request) for request in requests]
+        outputs = [self.output(request) for request in requests]
+        return outputs[0] if is_one else outputs
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, boundaries: Sequence[int] = ()

@@ -719,6 +719,12 @@ def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
             decode()
 
 
+@pytest.mark.parametrize("prompt", [3, {"role": "user", "content": "import os"}])
+def test_a_token_or_a_message_alone_is_no_prompt(prompt: Any) -> None:
+    with pytest.raises(PromptError, match="a prompt is text, a list of token ids, or a list of messages such as"):
+        em.Engine(tiny_target(tokenizer=True)).generate(prompt)
+
+
 def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(PromptError, match="not valid Unicode: surrogates not allowed at character 2"):
         em.Engine(tiny_target(tokenizer=True)).generate("ab\ud800")
