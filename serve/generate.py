@@ -61,10 +61,11 @@ class GenerateOptions(DecodingOptions):
             if self.output.is_file():
                 raise OutputError(f"{self.output} exists already; name another file")
             check_file(self.output)
-        if self.image and (self.file is not None or self.raw):
-            raise PromptError("--image needs a chat template and a single prompt; leave out --file and --raw")
-        if self.color and self.file is not None:
-            raise OutputError("--color shows one answer; leave out --color or --file")
+        if self.image and self.raw:
+            raise PromptError("--image needs a chat template; leave out --image or --raw")
+        for name in ("system", "image", "raw", "color"):
+            if self.file is not None and getattr(self, name):
+                raise PromptError(f"--{name} is for a single prompt; leave out --{name} or --file")
 
     @property
     def prompt(self) -> str:

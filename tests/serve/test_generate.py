@@ -165,6 +165,8 @@ def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_pa
         (["x", "--raw", "--system", "y"], "--system needs a chat template"),
         (["x", "--top-p", "2"], "--top-p"),
         (["--file", "missing.jsonl"], "cannot be read"),
+        (["--file", "p.jsonl", "--system", "y"], "--system is for a single prompt"),
+        (["--file", "p.jsonl", "--raw"], "--raw is for a single prompt"),
         (["x " * 600], "does not fit the target's context"),
         (["x", "--spec-decode", "eagle"], "give --head"),
     ],
