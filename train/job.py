@@ -34,6 +34,7 @@ from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_sett
 from .data import TrainData, check_data, heldout_prompts, make_data, self_file, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
+from .kind_settings import KIND_SETTINGS
 from .kinds import KINDS, check_supported, parameters_of
 from .plan import BatchSizePlan, Recipe, batches_for, bound_of, load_recipe, plan_of, probe, recipe_for, typical
 from .recipes import OWN_RECIPE
@@ -86,9 +87,8 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
     if name == OWN_RECIPE and not target:
         raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
     recipe = None if name is None else load_recipe(name or target, str(named.get("head", "")))
-    settings = dict(recipe.settings) if recipe else {}
-    if named.get("hours") and not named.get("adapt"):  # the target makes the data, so ignore a recipe's
-        settings = {name: value for name, value in settings.items() if name not in ("map", *NOT_WITH_HOURS)}
+    settings = _without_replaced(recipe.settings, named) if recipe else {}
+    if named.get("hours") and not named.get("adapt"):  # the target makes the data
         settings["data"] = [SELF]
     named = named_settings(file, flags, settings)
     if named.get("adapt") and not (named.get("data") or named.get("prompts")):
@@ -105,6 +105,20 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
     if "self_tokens" in named and not config.data.is_self:
         raise ConfigError("--self-tokens applies only to --data self; leave it out with other data")
     return config, recipe
+
+
+def _without_replaced(recipe: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings without those for its kind of head, steps or data, if the user names others."""
+    replaced, kind = set[str](), KIND_SETTINGS.get(str(named.get("head")))
+    if kind is not None and named["head"] != recipe["head"]:
+        replaced |= {*kind.defaults, *kind.foreign}
+    if named.get("step_weights"):
+        replaced |= {"unroll", "decay"}
+    if named.get("prompts"):
+        replaced.add("data")
+    if named.get("hours") and not named.get("adapt"):
+        replaced |= {"map", *NOT_WITH_HOURS}
+    return {name: value for name, value in recipe.items() if name not in replaced}
 
 
 def run(

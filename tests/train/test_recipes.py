@@ -195,6 +195,32 @@ def test_a_recipe_is_found_by_its_models_name(line: list[str], name: str) -> Non
     assert config.data.sources == tuple(recipe.settings["data"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--head", "mtp"], "head        MTP"),
+        (["--head", "peagle"], "head        P-EAGLE"),
+        (["--head", "mtp", "--hours", "2"], "head        MTP"),
+        (["--step-weights", ".51", ".31", ".18"], "; 3 draft steps"),
+    ],
+)
+def test_a_recipes_settings_give_way_to_what_replaces_them(
+    flags: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--recipe", "qwen3-0.6b", *flags, "--dry-run"]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_another_kind_of_head_than_the_recipes_has_its_own_defaults() -> None:
+    own = new_run("llama3.1-8b", None, {"head": "dspark"})[0].optimization
+    assert (own.unroll, own.decay, own.accumulate) == (None, None, 16)
+
+
+def test_prompts_replace_the_data_of_a_recipe() -> None:
+    data = new_run("qwen3-0.6b", None, {"adapt": "someone/head", "prompts": ("mine.jsonl",)})[0].data
+    assert (data.prompts, data.sources) == (("mine.jsonl",), ("builtin:python",))
+
+
 def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--recipe", "--dry-run"]) == 2
     assert "name the target with --target" in capsys.readouterr().err
