@@ -120,9 +120,12 @@ class Engine:
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         `collector`: collects texts with the hidden states that the proposer's head reads, to learn from them.
         """
-        sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
+        sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
         target = _loaded(target)
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
+        if prefix_cache_bytes < 0:
+            raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes}")
+        SamplingParams(drafter=drafter)  # raises ConfigError for an unknown one
         check_cacheable(target.model, max_batch, kv_bits)
         proposer = None if proposer is None else _bound(proposer, target)
         self.target, self.proposer = target, proposer

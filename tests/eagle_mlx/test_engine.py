@@ -719,6 +719,19 @@ def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
             decode()
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"prefix_cache_bytes": -5}, "prefix_cache_bytes must be at least 0; got -5"),
+        ({"max_batch": 0}, "max_batch must be at least 1; got 0"),
+        ({"drafter": "head"}, "drafter must be one of model, ngrams, none, or None; got 'head'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_it_can_be(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        em.Engine(TARGET, em.NgramProposer(), **setting)
+
+
 @pytest.mark.parametrize("prompt", [3, {"role": "user", "content": "import os"}])
 def test_a_token_or_a_message_alone_is_no_prompt(prompt: Any) -> None:
     with pytest.raises(PromptError, match="a prompt is text, a list of token ids, or a list of messages such as"):
