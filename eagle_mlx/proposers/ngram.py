@@ -13,6 +13,7 @@ from eagle_mlx.decoding.draft import Draft, chains
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, Trial
+from eagle_mlx.proposers import ProposerLike, as_proposer
 from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.memory import Memory
 from eagle_mlx.proposers.suffixes import REACH, Texts, last_of, likeliest
@@ -171,7 +172,9 @@ class HybridProposer(Proposer):
     (`SamplingParams.drafter`).
     """
 
-    def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
+    def __init__(self, model: ProposerLike, ngrams: NgramProposer | None = None):
+        """`model`: a head is wrapped in a HeadProposer. Raises ConfigError if it is neither a head nor a proposer."""
+        model = as_proposer(model)
         self.model, self.ngrams = model, ngrams or NgramProposer(min_ngram=MIN_NGRAM)
         self.model_drafts = True
         """You may change this between steps: without it, only n-grams draft."""

@@ -758,6 +758,8 @@ def test_a_head_drafts_without_being_wrapped() -> None:
     engine = em.Engine(TARGET, head, policy=em.FixedPolicy(3))
     assert isinstance(engine.proposer, em.HeadProposer)
     assert engine.generate(PROMPTS[0], em.SamplingParams(max_tokens=12)).drafted > 0
+    with_ngrams = em.Engine(TARGET, em.HybridProposer(head), policy=em.FixedPolicy(3))
+    assert with_ngrams.generate(PROMPTS[0], em.SamplingParams(max_tokens=12)).drafted > 0
     for wrong in ("folder", TARGET, SimpleNamespace(bind=print)):
         with pytest.raises(ConfigError, match="proposer must be a head or a proposer, not .*em.load_head"):
             em.Engine(TARGET, wrong)  # type: ignore[arg-type]
