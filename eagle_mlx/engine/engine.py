@@ -156,7 +156,7 @@ class Engine:
 
         Raises ConfigError if it is no policy.
         """
-        if not hasattr(policy, "plan"):
+        if isinstance(policy, type) or not hasattr(policy, "plan"):
             raise ConfigError(f"policy must be a policy, such as em.FixedPolicy(3), not {policy!r}")
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None

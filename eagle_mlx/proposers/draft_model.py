@@ -15,7 +15,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import TargetError
+from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, side_branch_tree
@@ -37,13 +37,15 @@ class DraftModelProposer(Proposer):
     """Drafts with a whole model, usually a smaller one of the target's family (Leviathan et al. 2023, section 2).
 
     `bind` raises TargetError if the models have different vocabularies, special tokens or end-of-turn tokens: the same
-    ids would mean different texts.
+    ids would mean different texts. The constructor raises ConfigError for anything but a loaded model.
     """
 
     name = "draft"
     movable = True
 
     def __init__(self, draft: Target):
+        if not isinstance(draft, Target):
+            raise ConfigError(f"draft must be a Target, not {draft!r}; load one with em.load_target(name)")
         check_cacheable(draft.model)
         self.draft = draft
         self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))

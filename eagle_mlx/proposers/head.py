@@ -17,7 +17,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.formats.tensors import arrays_of
-from eagle_mlx.heads import KINDS, check_fit
+from eagle_mlx.heads import KINDS, HeadBase, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
@@ -57,8 +57,10 @@ class HeadProposer(Proposer):
         """Draft with a head that sees the first `draft_sink` and the newest `draft_window` entries of a text.
 
         `draft_window`: 0 for the whole text; by default, the window that the head was trained with, if any. Raises
-        ConfigError if the head's layers have windows of their own.
+        ConfigError if the head's layers have windows of their own, or if it is no head.
         """
+        if not isinstance(head, HeadBase):
+            raise ConfigError(f"head must be a head, not {head!r}; load one with em.load_head(name, target)")
         self.draft_window = window_of(head, draft_window, draft_sink)
         self.head: DraftHead = head  # once bound, a copy in the target's dtype if the dtypes differ
         self.name = next((kind.mode for kind in KINDS.values() if isinstance(head, kind.head_class)), "eagle")

@@ -770,6 +770,9 @@ def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: em.Engine(model), r"em.load_target\(name\), or use em.Target\(model, tokenizer\)"),  # type: ignore[arg-type]
         (lambda: em.Engine(TARGET, policy="fixed"), "em.FixedPolicy"),  # type: ignore[arg-type]
+        (lambda: em.Engine(TARGET, policy=em.FixedPolicy), "em.FixedPolicy"),  # type: ignore[arg-type]
+        (lambda: em.HeadProposer("head"), r"em.load_head\(name, target\)"),  # type: ignore[arg-type]
+        (lambda: em.DraftModelProposer("model"), r"em.load_target\(name\)"),  # type: ignore[arg-type]
         (lambda: engine.generate(PROMPTS[0], {"max_tokens": 3}), "em.SamplingParams"),  # type: ignore[call-overload]
         (lambda: engine.generate(PROMPTS[0], 3), "em.SamplingParams"),  # type: ignore[call-overload]
         (lambda: em.load_head("head", "target"), "em.load_head"),  # type: ignore[arg-type]
