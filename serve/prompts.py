@@ -57,7 +57,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     PromptError, with file and line, for an invalid row or a file without rows.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
     if not text:

@@ -55,6 +55,6 @@ def _rows(path: Path, target: em.Target) -> Iterator[list[int]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as e:
         raise ConfigError(f"--memory {path}: {e}; give a file of text, a .jsonl file or a folder") from e

@@ -186,7 +186,7 @@ def _pieces_of(file: Path, alone: bool = False) -> Iterator[Conversation]:
     try:
         with file.open("rb") as opened:
             head = opened.read(_HEAD)
-            text = "" if b"\0" in head else (head + opened.read()).decode()
+            text = "" if b"\0" in head else (head + opened.read()).decode("utf-8-sig")
     except OSError as e:
         raise DataError(f"{file} cannot be read: {e.strerror}; make it readable, or name a folder without it") from e
     except UnicodeDecodeError:

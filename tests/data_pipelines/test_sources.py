@@ -113,6 +113,7 @@ def test_other_bad_files(tmp_path: Path, name: str, content: bytes, message: str
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
     assert said(read(str(tmp_path / name))) == ["a"]
+    assert said(read(f"text:{tmp_path}")) == [content.decode()]
 
 
 def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str, reason: str) -> None:
     assert str(error.value).startswith(f"{file}:2: ")
 
 
+def test_a_file_may_come_from_windows(tmp_path: Path) -> None:
+    """Its editors write a byte order mark, and two characters at the ends of lines."""
+    (tmp_path / "q.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [question.content for question in read_questions(tmp_path / "q.jsonl")] == ["a", "b"]
+
+
 def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no rows"):
         read_questions(write(tmp_path / "empty.jsonl"))
