@@ -48,7 +48,7 @@ class HeadTrial:
 
 
 def load_head(name: str | Path, target: Target | None = None, check: bool = True, bits: int | None = None) -> DraftHead:
-    """Load a head from a folder or a hub id; with a target, check that it fits and that it drafts.
+    """Load a head from a folder, the output of eagle-train or a hub id; with a target, check that it fits and drafts.
 
     `bits`: 4, 8, or 16 for no quantization; by default large matrices get the bits of most of the target's weights. A
     head that is quantized on disk stays so.

@@ -69,6 +69,13 @@ def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()
     return fetch(repo, str(name), code)
 
 
+def head_folder(name: str | Path) -> Path:
+    """Return a head's folder as `resolve` does, or that of the best head if `name` is the output of eagle-train."""
+    folder = resolve(name)
+    is_run = not (folder / "config.json").is_file() and (folder / "best" / "config.json").is_file()
+    return folder / "best" if is_run else folder
+
+
 def fetch(repo: str, name: str, code: bool = False) -> Path:
     """Return the folder of a repository as `resolve` does, after `announce`. name: the one in errors."""
     wanted, left_out = [*_WANTED, *(["*.py"] if code else [])], list(_SAME_AGAIN)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import eagle_mlx as em
 from eagle_mlx import hub
-from eagle_mlx.catalog.head_search import head_folder
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import check_file
 from eagle_mlx.machine import describe
@@ -131,7 +130,7 @@ def certify(options: Certify) -> int:
     from .comparison import files_of, load_prompts
 
     answers = options.answers
-    folder = head_folder(options.head)
+    folder = hub.head_folder(options.head)
     file = options.output or folder / hub.CERTIFICATE
     check_file(file)
     old = read_certificate(file)
@@ -221,7 +220,7 @@ def identity(target: em.Target, proposer: em.HeadProposer, texts: Sequence[Recor
 def show(options: Show) -> int:
     """Print a head's certificate; return the exit status, 1 if there is none for its weights. Raises EagleError."""
     name = options.head
-    folder = head_folder(name)
+    folder = hub.head_folder(name)
     certificate = read_certificate(folder / hub.CERTIFICATE)
     if certificate is None:
         print(f"{name} has no certificate; to make one: eagle-heads certify {name} --target MODEL", file=sys.stderr)

@@ -9,7 +9,6 @@ from typing import Any
 
 from eagle_mlx import HeadProposer, SamplingParams, __version__, hub, learn_costs
 from eagle_mlx.catalog import embedded
-from eagle_mlx.catalog.head_search import head_folder
 from eagle_mlx.files import check_file
 from eagle_mlx.judge import Comparison, Figures, Judge
 from eagle_mlx.machine import describe
@@ -38,7 +37,7 @@ def compare(options: Compare) -> int:
         about: dict[str, Any] = {
             "target": target.name,
             "fingerprint": fingerprint(target),
-            "heads": [{"name": name, "sha256": hub.weights_digest(head_folder(name))} for name in names],
+            "heads": [{"name": name, "sha256": hub.weights_digest(hub.head_folder(name))} for name in names],
             "prompts": list(map(str, files_of(answers))),
             "machine": asdict(describe()),
             "eagle_mlx": __version__,

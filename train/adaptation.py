@@ -13,8 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx import learn_costs
-from eagle_mlx.catalog.head_search import head_folder
+from eagle_mlx import hub, learn_costs
 from eagle_mlx.data_pipelines import MakeLimits, Wanted, read_conversations
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import new_folder
@@ -23,7 +22,6 @@ from eagle_mlx.heads import Format, layout_of, load_head
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.precision import quantization_of, quantize, quantize_for
 from eagle_mlx.hooks import without_hooks
-from eagle_mlx.hub import public_name
 from eagle_mlx.judge import Judge
 from eagle_mlx.paired import FEWEST
 from eagle_mlx.progress import counted
@@ -55,7 +53,7 @@ def settled(given: TrainConfig) -> TrainConfig:
     """
     if not given.head.adapt:
         return given
-    name, folder = given.head.adapt, head_folder(given.head.adapt)
+    name, folder = given.head.adapt, hub.head_folder(given.head.adapt)
     kind, _ = layout_of(HeadFolder.read(folder))
     name = str(folder) if Path(name).expanduser().is_dir() else name  # of a run, its best head
     changes: dict[str, Any] = {"adapt": name, "init_from": name, "hours": None}
@@ -115,12 +113,12 @@ class Adaptation:
 
         Raises CheckpointError if the head cannot be read.
         """
-        files = HeadFolder.read(head_folder(config.head.adapt), target.num_layers)
+        files = HeadFolder.read(hub.head_folder(config.head.adapt), target.num_layers)
         others: Prompts = ()
         if not config.data.is_self:
             with suppress(DataError):  # none is held out
                 others = heldout_prompts(target, of_replay(config), trained, len(prompts)).tokens
-        name = public_name(config.head.adapt)
+        name = hub.public_name(config.head.adapt)
         return cls(name, target, config.evaluation, files, layout_of(files)[1], prompts, others)
 
     def save(self, head: Head, folder: Path, target_name: str, extra: Mapping[str, Any], config: TrainConfig) -> None:

@@ -34,8 +34,7 @@ LEAST = 1.05
 _FEW = 4  # the weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half
 _INCLUDED = ("head", "smollm2-135m-instruct")
 """The heads in `checkpoints`. The first is for the target there; the config of others names a base model."""
-_CONFIG, _BEST = "config.json", "best"
-"""The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
+_CONFIG = "config.json"
 PREFERRED = {
     "dspark": "DSpark",
     "dflash2": "DFlash2",
@@ -211,13 +210,6 @@ def where_mtp_layers_are(target: str | Path) -> str | None:
     return None
 
 
-def head_folder(name: str | Path) -> Path:
-    """Return a head's folder, that of the best head if `name` is the output of eagle-train. Raises EagleError."""
-    folder = hub.resolve(name)
-    is_run = not (folder / _CONFIG).is_file() and (folder / _BEST / _CONFIG).is_file()
-    return folder / _BEST if is_run else folder
-
-
 def load_found(name: str | Path, target: Target) -> DraftHead:
     """Load a head for its target from a folder, a hub id, the output of eagle-train, or a whole model with MTP layers.
 
@@ -226,7 +218,7 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
     from eagle_mlx.heads import check_fit, load_head
     from eagle_mlx.heads.mtp import mtp_of_model
 
-    folder = head_folder(name)
+    folder = hub.head_folder(name)
     if not has_mtp_layer(folder):
         return load_head(folder, target)
     head, _ = mtp_of_model(folder)

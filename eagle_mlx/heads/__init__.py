@@ -36,9 +36,10 @@ def kind_of(head: DraftHead) -> HeadKind:
 def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
     """Load a head from a folder or hub id; with a target, check that it fits (`head_check.load_head` also tries it).
 
-    Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
+    Of the output of eagle-train, the best head is loaded. Raises CheckpointError if files cannot be read, HeadError if
+    the head is for another target.
     """
-    folder = hub.resolve(name)
+    folder = hub.head_folder(name)
     with loading(f"{folder} as a head", CheckpointError):
         files = HeadFolder.read(folder, *(() if target is None else (target.num_layers, target.vocab_size)))
         layout = layout_of(files)[1]

@@ -10,7 +10,6 @@ from typing import get_args
 
 from eagle_mlx import Target, __version__, blas, hub, load_target
 from eagle_mlx.catalog import embedded
-from eagle_mlx.catalog.head_search import head_folder
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.extras import require
 from eagle_mlx.files import check_file
@@ -73,7 +72,7 @@ def bench(options: BenchOptions, command: str) -> int:
             "command": command,
             "eagle_mlx": __version__,
             "prompts": str(options.prompts or embedded("prompts.jsonl")),
-            "head_sha256": None if head_name in (None, RANDOM) else hub.weights_digest(head_folder(head_name)),
+            "head_sha256": None if head_name in (None, RANDOM) else hub.weights_digest(hub.head_folder(head_name)),
             "head_quantization": quantization_of(head) if head is not None else None,
             "filler": options.filler or 0,
             "draft_window": options.draft_window,

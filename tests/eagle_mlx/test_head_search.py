@@ -269,6 +269,7 @@ def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path)
 def test_the_folder_of_a_run_means_its_best_head(tmp_path: Path) -> None:
     head_folder(tmp_path / "run" / "best")
     assert load_found(tmp_path / "run", tiny_target(tokenizer=True)).aux_layers
+    assert em.load_head(tmp_path / "run", tiny_target(tokenizer=True), check=False).aux_layers
     with pytest.raises(EagleError):
         load_found(tmp_path, tiny_target(tokenizer=True))
 

@@ -102,6 +102,13 @@ def test_to_speculators_and_back_every_bit_is_the_same(
     assert load_head(folder / "b").config == head.config
 
 
+def test_the_output_of_a_run_means_its_best_head(tmp_path: Path) -> None:
+    save_eagle3(eagle3(TARGET), tmp_path / "run" / "best", target_name="org/model")
+    for source, output in (("run", "a"), ("run/best", "b")):
+        convert(tmp_path / source, "eagle3", tmp_path / output)
+    assert same_files(tmp_path / "a", tmp_path / "b")
+
+
 CASES = [("qwen3", dtype) for dtype in DTYPES] + [
     (model, dtype) for model in ("qwen3_next", "qwen3_5") for dtype in ("bfloat16", "float16")
 ]

@@ -37,7 +37,7 @@ OURS = ("target", COPY, NOTED, "target_norm")
 def convert(options: Conversion, say: Callable[[str], None]) -> str:
     """Convert a head and read it back; return a line about it. Raises an EagleError; then nothing is written."""
     check_free(options.output, options.overwrite)
-    folder = hub.resolve(options.source)
+    folder = hub.head_folder(options.source)
     target = load_target(options.target) if options.target is not None else None
     head = load_head(folder, target)
     kind = kind_of(head)
