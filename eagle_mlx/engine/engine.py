@@ -321,7 +321,12 @@ class Engine:
         self.runner.fail(self.snapshot().requests, reason)
 
     def step(self) -> list[RequestState]:
-        """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished."""
+        """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
+
+        Raises ConfigError if another thread is in a step.
+        """
+        if self._in_step:
+            raise ConfigError("another thread decodes with this engine: let one thread call it, or one after another")
         work, ended = None, list[RequestState]()
         self._in_step = True
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -780,6 +781,20 @@ def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
     for call, message in wrong:
         with pytest.raises(ConfigError, match=message):
             call()
+
+
+def test_a_thread_is_refused_while_another_is_in_a_step() -> None:
+    errors = list[BaseException | None]()
+
+    def step_in_another_thread(result: RoundResult) -> None:
+        engine.observer = None
+        with ThreadPoolExecutor(1) as other:
+            errors.append(other.submit(engine.step).exception())
+
+    params = em.SamplingParams(max_tokens=8)
+    engine = em.Engine(TARGET, observer=step_in_another_thread)
+    assert engine.generate(PROMPTS[0], params).tokens == em.Engine(TARGET).generate(PROMPTS[0], params).tokens
+    assert ["another thread decodes with this engine" in str(error) for error in errors] == [True]
 
 
 def test_an_engine_loads_a_target_by_its_folder(tmp_path: Path) -> None:
