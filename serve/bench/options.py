@@ -9,7 +9,7 @@ from typing import Literal
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import limit_of
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, between, setting
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, Limit, between, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import LEAST_DISTINCT
 
@@ -26,6 +26,7 @@ NEEDS: dict[ModeName, tuple[str, ...]] = {
 }
 """Modes that need a second model, and the flags that name one."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
+_PICTURE = Limit(lambda file: file.suffix in (".png", ".pdf", ".svg"), "must end in .png, .pdf or .svg, not {}")
 RANDOM = "random"  # the value of `--head` for random weights: the worst case
 
 
@@ -111,7 +112,7 @@ class BenchOptions(Group):
         False, "with --policy throughput: start from the target's cost curve; it is measured at the start and saved"
     )
     json: Path | None = setting(None, "write the figures to this file")
-    plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")
+    plot: Path | None = setting(None, "draw the figures as a bar chart", _PICTURE, metavar="FILE.png")
     quiet: bool = setting(False, "no progress bars")
     measuring: BenchConfig = field(default_factory=BenchConfig)
     memory: MemoryOptions = field(default_factory=MemoryOptions)

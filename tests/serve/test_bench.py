@@ -567,6 +567,7 @@ def test_command_measures_a_head_that_it_finds(
         (["--temperature", "-1"], "temperature"),
         (["--least-distinct", "1.5"], "must be between 0 and 1"),
         (["--nodes", "0", "4"], "--nodes must be above --depth 4, or 0"),  # else no tree would be measured
+        (["--plot", "bars.html"], "--plot must end in .png, .pdf or .svg, not bars.html"),
     ],
 )
 def test_command_errors_name_the_problem(
