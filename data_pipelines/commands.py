@@ -190,9 +190,9 @@ def inspect(options: InspectOptions) -> None:
         return
     target = options.loading.load(options.target) if options.target else None
     tokenizer, vision = (tokenizer_of(target), target.vision) if target is not None else (None, None)
-    report, template, lengths, learned = ReadReport(), RenderReport(), [], 0
+    report, template, lengths, learned = ReadReport(), RenderReport(), list[int](), 0
     config = options.choice.config(options.data, max(options.limit, options.histogram))
-    for index, conversation in enumerate(read_conversations(config, options.split, tokenizer, report)):
+    for conversation in read_conversations(config, options.split, tokenizer, report):
         length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
         if tokenizer is not None:
             try:
@@ -205,7 +205,7 @@ def inspect(options: InspectOptions) -> None:
             template.add(lost)
             length, to_learn = len(rendered.tokens), sum(rendered.loss_mask)
             learned += to_learn
-        if index < options.limit:
+        if len(lengths) < options.limit:
             print(f"--- {conversation.origin}")
             print(as_text(conversation) if tokenizer is None else marked(rendered, tokenizer.decode))
             if tokenizer is not None:

@@ -82,4 +82,7 @@ def test_conversations_that_the_template_refuses_are_counted(
     assert cli.main([*argv, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
     assert "5 conversations read; 3 more refused by the chat template\n" in printed
+    for seed in ("0", "1", "2", "3"):  # in any order, the first that can be rendered are shown
+        assert cli.main([*argv, "--skip-bad", "--limit", "2", "--seed", seed]) == 0
+        assert capsys.readouterr().out.count(" to learn, between") == 2
     assert "2 conversations, lengths in tokens:" in printed
