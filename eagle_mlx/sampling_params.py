@@ -130,10 +130,15 @@ class SamplingParams:
     top_logprobs: int = 0  # number of most likely tokens to report at every position; implies logprobs
 
     def __post_init__(self) -> None:
-        for name in ("stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        kinds = {"stop": tuple, "stop_token_ids": tuple, "logits_processors": tuple, "logit_bias": dict}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except (TypeError, ValueError):
+                raise _error(name, f"a {kind.__name__}", value) from None
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _error("stop", "non-empty strings", self.stop)
