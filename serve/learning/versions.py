@@ -149,14 +149,17 @@ def _read_log(folder: Path) -> list[Event]:
 def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:
     """Lock a folder, created if need be, for a server; return what unlocks it.
 
-    identity: what the texts and heads in it are of. Raises ConfigError if they are of something else, and OutputError
-    if another process uses the folder, or if it cannot be written.
+    identity: what the texts and heads in it are of. Raises ConfigError if they are of something else or no server's,
+    and OutputError if another process uses the folder, or if it cannot be written.
     """
     with ExitStack() as stack:
         try:
+            path, content = folder / _IDENTITY, json.dumps({"format": _FORMAT, **identity}, indent=1) + "\n"
+            if any((folder / name).exists() for name in (TEXTS, HEADS)) and not path.exists():
+                # A server would delete what is not its own there.
+                raise ConfigError(f"--learn {folder} has heads or texts of something else; name a new folder")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(_locked(folder))
-            path, content = folder / _IDENTITY, json.dumps({"format": _FORMAT, **identity}, indent=1) + "\n"
             there = path.read_text() if path.exists() else None
             if there is None:
                 write_whole(path, content.encode(), mode=0o600)

@@ -75,6 +75,16 @@ def test_what_was_not_written_whole_is_deleted(tmp_path: Path) -> None:
     assert [*(tmp_path / "texts").iterdir()] == [path]
 
 
+@pytest.mark.parametrize("name", ["heads", "texts"])
+def test_a_folder_with_heads_or_texts_of_the_user_is_refused(name: str, tmp_path: Path) -> None:
+    """A server deletes what is not its own there: `--learn .` in a folder with trained heads must not lose them."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match="has heads or texts of something else; name a new folder"):
+        claim(tmp_path, {})
+    assert [*tmp_path.rglob("*")] == [tmp_path / name, tmp_path / name / "mine"]
+
+
 def event(version: int) -> Event:
     return Event("took over", version, 2.0, 2.2, 0.1, 0.05, 0.15, 0.1, 20, 5000, 1_790_000_000)
 
