@@ -127,7 +127,8 @@ class Versions:
             events.remove(next((old for old in events if old.outcome == "not better"), events[0]))
         content = {"format": _FORMAT, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
-        kept = (self.serving, event.version)  # a rollback returns to the one before
+        before = next((old.version for old in reversed(self.events) if old.version != event.version), 0)
+        kept = (before, event.version)  # a rollback returns to the one before
         if event.version != self.serving:
             log.info("version %d of the head serves now; %s", event.version, event)
         self.events = events

@@ -114,6 +114,18 @@ def test_old_versions_leave_and_the_serving_one_stays(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "learned").rglob("*") if path.is_dir()} == {0o700}
 
 
+def test_the_version_before_the_serving_one_stays_however_often_it_returned(tmp_path: Path) -> None:
+    with claim(tmp_path, {}):
+        versions = Versions(tmp_path)
+        for version in range(1, 10):
+            save(versions, version)
+            versions.take_over(event(version))
+            if 4 < version < 9:
+                versions.note(replace(event(4), outcome="rolled back"))
+        versions.note(replace(event(9), outcome="not better"))
+        assert versions.path(4).is_dir()
+
+
 WRITER = """
 import sys
 from pathlib import Path
