@@ -150,8 +150,9 @@ def _read_log(folder: Path) -> list[Event]:
 def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:
     """Lock a folder, created if need be, for a server; return what unlocks it.
 
-    identity: what the texts and heads in it are of. Raises ConfigError if they are of something else or no server's,
-    and OutputError if another process uses the folder, or if it cannot be written.
+    identity: what the texts and heads in it are of; only its `target`, a name, may change. Raises ConfigError if they
+    are of something else or no server's, and OutputError if another process uses the folder, or if it cannot be
+    written.
     """
     with ExitStack() as stack:
         try:
@@ -164,13 +165,18 @@ def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:
             there = path.read_text() if path.exists() else None
             if there is None:
                 write_whole(path, content.encode(), mode=0o600)
-            elif there != content:
+            elif _weights(there) != _weights(content):
                 raise ConfigError(
                     f"--learn {folder} has the texts of another target or head:\n{there}name another folder"
                 )
         except OSError as e:
             raise OutputError(f"--learn {folder} cannot be used: {e.strerror or e}") from e
         return stack.pop_all()
+
+
+def _weights(identity: str) -> list[str]:
+    """Return the lines of an identity without the target's name: a model may be moved, or named in another way."""
+    return [line for line in identity.splitlines() if not line.startswith(' "target":')]
 
 
 @contextmanager

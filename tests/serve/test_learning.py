@@ -363,6 +363,17 @@ def test_folders_of_others_are_refused_by_name(target: Target, head: Path, tmp_p
         assert learned.learner.versions.serving == 0
 
 
+def test_a_target_that_was_moved_learns_on(head: Path, tmp_path: Path) -> None:
+    """Also if it is named by another path, or on the machine to which the folder was copied."""
+    target, folder = tiny_target(), tmp_path / "learned"
+    target.name = "/before/model"
+    with world(target, head, folder) as first:
+        first.serve(4)
+    target.name = "model"
+    with world(target, head, folder) as second:
+        assert len(second.learner.texts.all) == len(first.learner.texts.all) > 0
+
+
 def test_a_damaged_log_or_head_is_named(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
