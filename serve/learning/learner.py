@@ -22,7 +22,7 @@ import numpy as np
 from eagle_mlx import HeadProposer, HybridProposer, Memory, NgramProposer, SamplingParams
 from eagle_mlx.catalog.head_search import load_found
 from eagle_mlx.engine.collector import Collector
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example, from_16_bits
 from eagle_mlx.judge import Judge, Recording, draft_along
@@ -116,9 +116,6 @@ class Learner:
 
     def _open(self, options: LearnOptions) -> None:
         self.versions, self._drift = Versions(self.folder), DriftDetector()
-        if self.versions.serving:
-            self._exchange(self._loaded(self.versions.serving))
-            self._trainer = None
         target, named = self._target, self._serving.head.named_layers
         meta = ShardMeta(target.name, target.hidden_size, target.vocab_size, named)
         self.texts = Texts(self.folder / TEXTS, bytes_of(options.disk_gb) or 0, meta)
@@ -133,6 +130,21 @@ class Learner:
         self._credit, self._failures = 0.0, 0
         self.steps = 0
         """Training steps so far."""
+        if self.versions.serving:
+            self._exchange(first := self._loaded(self.versions.serving))
+            self._trainer, self._former = None, self._watched(first)
+
+    def _watched(self, first: HeadProposer) -> _Former | None:
+        """Return what served before a version that took over before the restart; `first` has the first head."""
+        event = self.versions.taken_over
+        if event is None:
+            return None
+        version, newer = self.versions.before(event.version), self.texts.written_after(event.time)
+        since = newer[0].serial - 1 if newer else len(self.texts.all)
+        try:
+            return _Former(self._loaded(version) if version else first, version, since)
+        except EagleError:  # its files are gone
+            return None
 
     def __str__(self) -> str:
         version = self.versions.serving

@@ -106,6 +106,16 @@ class Versions:
             taus[pair[0]], serving = event.before, event.version
         return taus
 
+    @property
+    def taken_over(self) -> Event | None:
+        """The event by which the serving version took over; None for the first, and after a rollback."""
+        last = next((event for event in reversed(self.events) if event.outcome != "not better"), None)
+        return last if last is not None and last.outcome == "took over" else None
+
+    def before(self, version: int) -> int:
+        """Return the version that served before this one did."""
+        return next((event.version for event in reversed(self.events) if event.version != version), 0)
+
     def path(self, version: int) -> Path:
         return self._folder / HEADS / str(version)
 
@@ -127,8 +137,7 @@ class Versions:
             events.remove(next((old for old in events if old.outcome == "not better"), events[0]))
         content = {"format": _FORMAT, "events": list(map(asdict, events))}
         write_whole(self._folder / _LOG, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
-        before = next((old.version for old in reversed(self.events) if old.version != event.version), 0)
-        kept = (before, event.version)  # a rollback returns to the one before
+        kept = (self.before(event.version), event.version)  # a rollback returns to the one before
         if event.version != self.serving:
             log.info("version %d of the head serves now; %s", event.version, event)
         self.events = events

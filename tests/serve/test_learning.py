@@ -239,6 +239,29 @@ def test_a_version_that_turns_out_worse_is_rolled_back(
         assert again.tau(fresh) == before
 
 
+@pytest.mark.parametrize(("has_head", "count"), [(True, 1), (True, 2), (False, 1)])
+def test_a_version_that_turns_out_worse_after_a_restart_is_rolled_back(
+    has_head: bool, count: int, target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the first head, or n-grams, and to another version."""
+    place, folder = head if has_head else None, tmp_path / "learned"
+    with world(target, place, folder) as learned:
+        fresh = learned.prompts(8)
+        for version in range(count):
+            before = learned.tau(fresh)
+            judged(learned, monkeypatch, 0.1)
+            assert learned.learner.versions.serving == version + 1
+    with world(target, place, folder) as again:
+        judged(again, monkeypatch, -0.1)
+        assert again.learner.versions.events[-2].outcome == "rolled back"
+        assert again.learner.versions.serving == count - 1
+        if has_head:  # n-grams remember more texts
+            assert again.tau(fresh) == pytest.approx(before, rel=0.03)  # the file has 16 bits
+    with world(target, place, folder) as third:
+        judged(third, monkeypatch, -0.1)
+        assert [event.outcome for event in third.learner.versions.events].count("rolled back") == 1
+
+
 @pytest.mark.parametrize(
     ("older", "taken"), [([-0.03], [0]), ([-0.015, -0.015], [1, 1]), ([-0.015, 0.01, -0.015], [1, 2, 3])]
 )
