@@ -11,7 +11,7 @@ import shutil
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -124,6 +124,8 @@ class Learner:
         self._rng = np.random.default_rng(0)
         judged = self.versions.events[-1].time if self.versions.events else 0
         self._rarity = 1
+        self._remembered = 0
+        """The serial of the newest text that n-grams remember."""
         self._new_tokens = sum(text.tokens for text in self.texts.written_after(judged) if not text.is_held_out)
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
@@ -205,8 +207,6 @@ class Learner:
                 text = self.texts.add(example)
                 if text is not None and not text.is_held_out:
                     self._new_tokens += text.tokens
-                    if self._ngrams is not None and self._ngrams.memory is not None:
-                        self._ngrams.memory.add(example.tokens.tolist())
 
     def _held_out(self) -> list[Text]:
         return [text for text in self.texts.all if text.is_held_out]
@@ -214,6 +214,7 @@ class Learner:
     def _learn(self) -> Iterator[None]:
         """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
         piece of work."""
+        yield from self._remember()
         yield from self._watch()
         if self._trainer is None:
             self._trainer = self._begun()
@@ -229,6 +230,17 @@ class Learner:
             yield
         self.texts.flush()
         yield from self._challenge(self._trainer)
+
+    def _remember(self) -> Iterator[None]:
+        """Let the n-grams remember the texts to learn that they do not know yet."""
+        if self._ngrams is None or self._ngrams.memory is None:
+            return
+        for text in self.texts.all:
+            if text.serial > self._remembered and not text.is_held_out:
+                self._remembered = text.serial
+                with suppress(FileNotFoundError):  # it has left since
+                    self._ngrams.memory.add(self.texts.read(text).tokens.tolist())
+                yield
 
     def _begun(self) -> OnlineTrainer:
         """Return a trainer that continues the serving head, or else begins a new one with the newest texts."""

@@ -184,6 +184,24 @@ def test_a_new_head_beats_ngrams_with_the_texts_that_it_learns(tmp_path: Path, m
         assert event.after > event.before > 1  # n-grams accepted something, too
 
 
+def test_a_new_head_must_beat_ngrams_with_the_texts_from_before_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They judge alike, whether the server was restarted after it had collected the texts or not."""
+    target, taus = tiny_target(layers=3, vocab=32), list[float]()
+    for restarts in (False, True):
+        folder = tmp_path / f"{restarts}"
+        with world(target, None, folder) as first:
+            first.serve(30)
+            if not restarts:
+                first.work()
+                taus.append(first.learner.versions.events[0].before)
+    with world(target, None, folder) as second:
+        second.work()
+        taus.append(second.learner.versions.events[0].before)
+    assert taus[0] == taus[1] > 1
+
+
 def test_the_texts_are_those_without_learning(target: Target, head: Path, tmp_path: Path) -> None:
     """Pieces of work between all steps, at any share, and versions that change in the middle of answers."""
     rng = np.random.default_rng(1)
