@@ -108,12 +108,12 @@ class Stop:
             signal.signal(other, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if number == signal.SIGHUP:
-            _leave_terminal()
+            leave_terminal()
         if not self._deferred:
             raise Stopped(number)
 
 
-def _leave_terminal() -> None:
+def leave_terminal() -> None:
     """Discard what standard streams write to a terminal: to a closed one, writing is an error."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

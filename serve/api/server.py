@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from pydantic.json_schema import models_json_schema
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from eagle_mlx.command import leave_terminal
 from eagle_mlx.errors import ConfigError
 
 from . import chat, completions, messages, metrics, responses, routes, schema
@@ -231,6 +233,9 @@ class Server(uvicorn.Server):
         self._end = inf  # when requests in progress must have finished
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGHUP:
+            signal.signal(sig, signal.SIG_IGN)  # it may come twice
+            leave_terminal()
         seconds = 0.0 if self.models.draining else self.models.settings.drain_seconds
         self._end = monotonic() + seconds
         self.models.draining = True

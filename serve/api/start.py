@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,8 @@ def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOpt
         if settings.api_key is None and not is_local:
             say(f"note: anyone who can reach {options.host} can use this server; to prevent that, set --api-key")
         server = Server(create_app(models), say)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as after nohup
+            signal.signal(signal.SIGHUP, server.handle_exit)
         server.run(sockets=[sock])
         if models.failure is not None:
             raise models.failure

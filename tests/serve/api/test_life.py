@@ -246,6 +246,32 @@ def test_draining_ends_after_its_time_limit() -> None:
         server.until(lambda: server.server.should_exit, seconds=5)
 
 
+def test_a_closed_terminal_ends_the_server_like_sigterm(tmp_path: Path) -> None:
+    """What it remembers is written, and a second SIGHUP and lines for the closed terminal are no error."""
+    target, terminal, its_end = tiny_target_folder(tmp_path / "model"), *os.openpty()
+    program = (
+        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "from eagle_mlx.serve.api.cli import command; command()"
+    )
+    folder = ("--prefix-cache-dir", str(tmp_path / "cache"))
+    command = [sys.executable, "-c", program, "--target", str(target), "--spec-decode", "ngram", "--port", "0", *folder]
+    with subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True) as process:
+        os.close(its_end)
+        written = ""
+        while (ready := re.search(r"ready: (\S+)\s", written)) is None:
+            written += os.read(terminal, 1000).decode()
+        stream = {**LONG, "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{ready[1]}{COMPLETIONS}", json=stream) as answer:
+            pieces = answer.iter_text()
+            text = next(pieces)
+            os.close(terminal)
+            process.send_signal(signal.SIGHUP)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n")
+        assert process.wait(timeout=20) == 0
+    assert len(list(tmp_path.glob("cache/memory-*.npz"))) == 1
+
+
 def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "model")
     command = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", str(target), "--spec-decode", "ngram"]
