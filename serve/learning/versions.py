@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -199,7 +199,8 @@ def _locked(folder: Path) -> Iterator[None]:
         except OutputError as e:
             user = lock.read_text().strip()
             raise OutputError(f"{folder} is in use by process {user}; end it, or name another folder") from e
-        lock.write_text(f"{os.getpid()}\n")
+        with suppress(OSError):  # a full disk, which `forget` shall help
+            lock.write_text(f"{os.getpid()}\n")
         yield
 
 
@@ -227,14 +228,23 @@ def summary(folder: Path) -> str:
 
 
 def _check(folder: Path) -> None:
-    if not (folder / _IDENTITY).exists():
-        raise ConfigError(f"{folder} is not a folder of eagle-serve --learn")
+    try:
+        (folder / _IDENTITY).read_bytes()
+    except OSError as e:
+        is_other = isinstance(e, FileNotFoundError | NotADirectoryError)
+        problem = "is not a folder of eagle-serve --learn" if is_other else f"cannot be read: {e.strerror}"
+        raise ConfigError(f"{folder} {problem}") from e
 
 
 def forget(folder: Path) -> int:
-    """Delete the texts; return the exit status. Raises ConfigError if there are none, OutputError if a server runs."""
+    """Delete the texts; return the exit status. Raises ConfigError if it is another folder, and OutputError if a server
+    uses it, or if a text cannot be deleted."""
     _check(folder)
-    with _locked(folder):
-        shutil.rmtree(folder / TEXTS, ignore_errors=True)
+    try:
+        with _locked(folder), suppress(FileNotFoundError):
+            for path in (folder / TEXTS).iterdir():  # the folder may be a link to another disk
+                path.unlink()
+    except OSError as e:
+        raise OutputError(f"the texts in {folder} cannot be deleted: {e.strerror or e}") from e
     print(f"the texts in {folder} are deleted; its versions of the head stay, which learned from them")
     return 0

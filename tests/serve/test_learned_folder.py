@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from subprocess import TimeoutExpired
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_forget_deletes_the_texts_and_log_shows_the_versions(
         assert "is in use by process" in capsys.readouterr().err
     assert (folder / "texts").exists()
     assert heads(["forget", str(folder)]) == 0
-    assert not (folder / "texts").exists()
+    assert not [*(folder / "texts").iterdir()]
     assert heads(["log", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "took over: tau 2.000 to 2.200, +10.0% (+5.0% to +15.0%) over 20 held-out conversations" in shown
@@ -194,6 +195,45 @@ def test_forget_deletes_the_texts_and_log_shows_the_versions(
     assert summary(folder).startswith(f"{folder}, 0.0 MB of texts, version 1 of the head serves; took over: tau 2.000")
     with pytest.raises(ConfigError, match="is not a folder of eagle-serve --learn"):
         summary(tmp_path)
+
+
+def test_forget_deletes_texts_on_another_disk_even_if_this_one_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, disk = tmp_path / "learned", tmp_path / "disk"
+    disk.mkdir()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with claim(folder, {}):
+        (folder / "texts").symlink_to(disk)
+        texts = Texts(folder / "texts", 1 << 20, META)
+        texts.add(example(1))
+        texts.flush()
+    monkeypatch.setattr(Path, "write_text", full)
+    assert heads(["forget", str(folder)]) == 0
+    assert not [*disk.iterdir()]
+    (disk / "folder").mkdir()
+    assert heads(["forget", str(folder)]) == 2
+    assert f"the texts in {folder} cannot be deleted: " in capsys.readouterr().err
+
+
+def test_a_folder_of_another_user_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A service may run as a user of its own, who alone can read what it learns from."""
+    user = os.geteuid()
+    with TemporaryDirectory() as place:
+        folder = Path(place) / "learned"
+        claim(folder, {}).close()
+        folder.chmod(0)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert heads(["forget", str(folder)]) == heads(["log", str(folder)]) == 2
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o700)
+    assert capsys.readouterr().err == f"error: {folder} cannot be read: Permission denied\n" * 2
 
 
 def test_each_version_has_the_tau_of_its_last_judgment(tmp_path: Path) -> None:
