@@ -214,6 +214,7 @@ class Learner:
     def _learn(self) -> Iterator[None]:
         """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
         piece of work."""
+        self.texts.forget_deleted()
         yield from self._remember()
         yield from self._watch()
         if self._trainer is None:

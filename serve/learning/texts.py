@@ -119,8 +119,13 @@ class Texts:
         self._files[path] = [Text(old.serial, old.key, old.tokens, (path, at, start)) for at, (old, start) in pairs]
         self._make_room(0)
 
+    def forget_deleted(self) -> None:
+        """Forget the texts of files that the user has deleted."""
+        self._files = {path: texts for path, texts in self._files.items() if path.exists()}
+
     def _make_room(self, nbytes: int) -> None:
         """Delete the oldest files until this many bytes fit."""
+        self.forget_deleted()
         sizes = {path: path.stat().st_size for path in self._files}
         while self._files and sum(sizes.values()) + nbytes > self._limit:
             oldest = next(iter(self._files))

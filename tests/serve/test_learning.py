@@ -146,6 +146,24 @@ def test_what_was_collected_before_a_restart_is_learned_after_it(target: Target,
         assert third.work() == 0
 
 
+def test_texts_that_the_user_deletes_while_the_server_runs_are_forgotten(
+    target: Target, head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`eagle-heads forget` is refused then."""
+    with world(target, head, tmp_path / "learned") as learned:
+        for _ in range(2):
+            learned.serve(ENOUGH)
+            learned.work()
+            for file in (tmp_path / "learned" / "texts").iterdir():
+                file.unlink()
+        assert len(learned.learner.versions.events) == 2
+        learned.serve(1)
+        learned.work()
+    assert not caplog.messages
+    with world(target, head, tmp_path / "learned") as again:
+        assert len(again.learner.texts.all) == 1
+
+
 def test_without_a_head_ngrams_draft_until_a_new_one_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new head begins again while it loses, and n-grams return if it turns out worse."""
     target, folder = tiny_target(layers=3, vocab=32), tmp_path / "learned"
