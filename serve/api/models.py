@@ -218,7 +218,14 @@ def read_models(file: Path) -> dict[str, LoadConfig]:
     shared = settings.pop(DEFAULT, {})
     if not settings:
         raise ConfigError(f"{file} has no models; write one as `name: {{target: folder or hub id}}`")
-    return {name: _config(file, name, {**shared, **own}) for name, own in settings.items()}
+    configs = {name: _config(file, name, {**shared, **own}) for name, own in settings.items()}
+    learners: dict[Path, str] = {}
+    for name, config in configs.items():
+        if (folder := config.learning.folder) is not None:
+            other = learners.setdefault(folder.expanduser().resolve(), name)
+            if other != name:
+                raise ConfigError(f"{file}: {name}: learn {folder} is the folder of {other}; name another")
+    return configs
 
 
 def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
         ("a: org/x", "a: must hold settings such as"),
         ("7: {target: org/x}", "7 is not a model name; write it in quotes"),
         ("default: {target: org/x}", "has no models"),
+        ("default: {target: org/x, learn: l}\na: {}\nb: {}", "b: learn l is the folder of a; name another"),
         ("- a", "must hold models as"),
         ("a: {", "cannot be read as YAML"),
     ],
