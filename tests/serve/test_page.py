@@ -501,6 +501,17 @@ def test_the_page_shows_the_state_of_the_server(page: Page) -> None:
         assert page.js("document.querySelector('#notice').role") == "alert"
 
 
+@browsing
+def test_the_page_shows_what_drafts_now(page: Page) -> None:
+    """An administrator, or a head that has learned, may change it."""
+    with live(lambda: Loaded(engine("eagle"), "eagle", DEPTH)) as running:
+        page.open(running.base + "/")
+        page.until(f"document.querySelector('#about').innerText.includes('drafts by head, up to {DEPTH} tokens')")
+        body = {"model": NAME, "spec_decode": "none"}
+        assert running.http.post("/admin/speculation", json=body).status_code == 200
+        page.until("document.querySelector('#about').innerText.includes('no speculation')")
+
+
 class Canned:
     """A server with responses from tests: status and body by path. Connections to other paths are cut."""
 
