@@ -108,9 +108,9 @@ class Texts:
         if not examples:
             return
         content = encode(examples, self._meta)
-        self._make_room(len(content))
         if len(content) > self._limit:
             return
+        self._make_room(len(content))
         last = max((int(path.stem.removeprefix("shard-")) for path in self._files), default=-1)
         path = self._folder / shard_name(last + 1)
         write_whole(path, content, mode=0o600)

@@ -64,6 +64,15 @@ def test_texts_are_read_as_they_were_written_and_the_oldest_leave_first(tmp_path
     assert (tmp_path / "texts").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_text_larger_than_the_limit_pushes_no_others_out(tmp_path: Path) -> None:
+    texts = Texts(tmp_path / "texts", 40 * 20 * TOKEN_BYTES, META)
+    texts.add(example(1))
+    texts.flush()
+    texts.add(example(2, tokens=1000))
+    texts.flush()
+    assert [text.key for text in texts.all] == [1]
+
+
 def test_what_was_not_written_whole_is_deleted(tmp_path: Path) -> None:
     texts = Texts(tmp_path / "texts", 1 << 20, META)
     texts.add(example(1))
