@@ -119,6 +119,8 @@ class Collector:
         if request.counts.drafted_by_position:
             self.accepted.append((len(request.tokens), request.counts.rounds))
         self._copy_out()
+        if sum(map(len, text.states)) < text.end - text.start:  # some were lost with a step that failed
+            return
         whole = request.text
         tokens, answer = whole[text.start : text.end + 1], max(0, len(request.prompt) - text.start)
         if len(tokens) < _SHORTEST or answer >= len(tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
@@ -131,6 +132,39 @@ def test_a_request_that_opts_out_or_fails_is_not_collected(target: Target) -> No
     engine.cut_off(failing, "time", "it took too long")
     [example] = collector.take()
     assert example.tokens.tolist()[: len(PROMPTS[1])] == PROMPTS[1]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_text_whose_states_were_lost_with_a_failed_step_is_left_out(
+    nth: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may run out when the states of several batches are copied; those of other rows' steps are lost, too."""
+    head = tiny_head(target)
+    collector = collector_for(target, head)
+    engine = engine_with(target, collector, head, depth=1, max_batch=3)
+    copies = list[bool]()
+
+    def copied(x: mx.array) -> mx.array:
+        copies.append(True)
+        if len(copies) == nth:
+            raise MemoryError("no room left")
+        return in_16_bits(x)
+
+    monkeypatch.setattr("eagle_mlx.engine.collector._HELD", 4)
+    monkeypatch.setattr("eagle_mlx.engine.collector.in_16_bits", copied)
+    requests = [engine.prepare(prompt, em.SamplingParams(max_tokens=24, ignore_eos=True)) for prompt in PROMPTS]
+    for request in requests:
+        engine.submit(request)
+        for _ in range(2):
+            with suppress(MemoryError):
+                engine.step()
+    while not engine.idle:
+        with suppress(MemoryError):
+            engine.step()
+    assert len(copies) > nth
+    assert sum(request.finish_reason == "length" for request in requests) > 1
+    for example in collector.take():
+        check(example, target, head.named_layers)
 
 
 def test_what_must_not_be_kept_is_left_out(target: Target) -> None:
