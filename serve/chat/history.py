@@ -230,7 +230,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool], form: CallForm, 
     return joined(changed)
 
 
-_PIECE = re.compile(r"[^\s\"'\\<>&/]+(?: [^\s\"'\\<>&/]+)*")
+_PIECE = re.compile(r"[^\s\x00-\x1f\"'\\<>&/]+(?: [^\s\x00-\x1f\"'\\<>&/]+)*")
 """Text that templates write as it is: they trim white space, escape JSON, and remove tags."""
 _FLAG = re.compile(r"/(?:no_?)?think\b")  # switches of reasoning in messages, which templates remove
 _HEAD = 4096  # characters of a message in which to look for such text

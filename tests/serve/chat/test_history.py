@@ -74,9 +74,10 @@ def test_templates_may_trim_escape_and_drop_reasoning() -> None:
     thought = said("assistant", "<think>\nlong and secret\n</think>\n\n  The answer.  ")
     assert prompt(ONLY_KNOWN_ROLES, said("user", "\n  hello \n"), thought, *HELLO).endswith("The answer.<user>hello")
     assert prompt(ONLY_KNOWN_ROLES, *HELLO, said("assistant", "<think>all</think>"), *HELLO)
-    result = said("tool", 'a "quoted"\n\\text <b>', tool_call_id="1")
+    result = said("tool", "", tool_call_id="1")
     flags = said("system", "Be brief. /think")
-    assert json.dumps(result["content"]) in prompt(JSON_RESULTS, flags, *HELLO, call("1"), result)
+    for result["content"] in ('a "quoted"\n\\text <b>', "\x1b[32mPASS\x1b[0m", "100%\b\b\b\b\x00"):
+        assert json.dumps(result["content"]) in prompt(JSON_RESULTS, flags, *HELLO, call("1"), result)
     for content in ("", " ", '"', "?", "漢字", "/think"):
         prompt(JSON_RESULTS, said("user", content))
 
