@@ -90,16 +90,16 @@ def ways_to_render(
 ) -> Iterator[Way]:
     """Yield messages and arguments in the template's own way, then in others that may help.
 
-    Some templates refuse ids of calls, system messages after the first turn or at all, a greeting of the assistant, or
-    roles that do not alternate. Some cannot take call arguments as objects, or contents as text. Some take no tools or
-    calls; text describes these in the system message, or in the user's if there is none.
+    Some templates refuse ids of calls, system messages after the first turn or at all, a greeting of the assistant,
+    roles that do not alternate, or a user after a result. Some cannot take call arguments as objects, or contents as
+    text. Some take no tools or calls; text describes these in the system message, or in the user's if there is none.
     """
     if calls is not None and calls.one_by_one:
         messages = one_call_each(messages, with_thinking=not calls.rewrites)
     calling = any("tool_calls" in message for message in messages)
     form: list[dict[str, Any]] = []
-    changes = (with_short_ids, with_late_instructions_from_user, joined, with_instructions_from_user, with_user_first)
-    for change in (list, *changes):
+    joining = (with_late_instructions_from_user, joined, with_answers)
+    for change in (list, with_short_ids, *joining, with_instructions_from_user, with_user_first):
         if (changed := change(form or messages)) != form:
             form = changed
             yield form, arguments
@@ -131,6 +131,16 @@ def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[s
     """Change late system messages to user messages, for templates that allow none after the first turn."""
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return [*map(dict, messages[:first]), *_from_user(messages[first:])]
+
+
+def with_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages with a short answer between a result, or a call, and a message of the user."""
+    changed: list[dict[str, Any]] = []
+    for before, message in zip(({}, *messages), messages, strict=False):
+        if message["role"] == "user" and (before.get("role") == "tool" or "tool_calls" in before):
+            changed.append({"role": "assistant", "content": "OK."})
+        changed.append(dict(message))
+    return changed
 
 
 def with_instructions_from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -27,6 +27,18 @@ ALTERNATING = """
   {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
   {{- '<' + m.role + '>' + m.content }}
 {%- endfor %}"""
+ALTERNATING_BUT_CALLS = """
+{%- set ns = namespace(turns=0) %}
+{%- for m in messages %}
+  {%- if m.role != 'tool' and not m.tool_calls %}
+    {%- if (m.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- if not m.content %}{{ raise_exception('content must not be empty') }}{% endif %}
+    {%- set ns.turns = ns.turns + 1 %}
+  {%- endif %}
+  {{- '<' + m.role + '>' + m.content }}
+  {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}"""
+"""As in Mistral's templates."""
 JSON_RESULTS = """
 {%- for m in messages %}
   {{- m.role + ':' + (m.content | tojson if m.role == 'tool' else m.content | replace('/think', '') | trim) }}
@@ -123,6 +135,17 @@ def test_messages_of_a_role_are_joined_if_roles_must_alternate(tools: Any) -> No
     assert "one\n\ntwo<end_of_turn>" in text
     assert prompt(ALTERNATING, *HELLO, *HELLO) == "<user>hello\n\nhello"
     assert prompt(ALTERNATING, answers[0], *HELLO) == "<user><assistant>one<user>hello"
+
+
+def test_a_user_may_speak_after_a_result_or_an_unanswered_call_if_roles_must_alternate() -> None:
+    result, late = said("tool", "rain", tool_call_id="1"), said("system", "Hurry.")
+    text = prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result, *HELLO, said("assistant", "hm"), *HELLO)
+    assert text.endswith("<tool>rain<assistant>OK.<user>hello<assistant>hm<user>hello")
+    assert prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), *HELLO).endswith("}<assistant>OK.<user>hello")
+    text = prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result, *HELLO, late)
+    assert text.endswith("<tool>rain<assistant>OK.<user>hello\n\nHurry.")
+    assert "OK." not in prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result)
+    assert "OK." not in prompt(JSON_RESULTS, *HELLO, call("1"), result, *HELLO)
 
 
 def test_joined_messages_keep_their_calls_and_reasoning() -> None:
