@@ -108,6 +108,8 @@ def ways_to_render(
     if calls is not None and calls.parser == "dsml" and arguments["tools"] and messages[0]["role"] != "system":
         led = [{"role": "system", "content": ""}, *messages]  # DeepSeek's templates list tools only in that message
         yield from ((led, arguments), (with_argument_texts(led), arguments))
+    if calls is not None and calls.parser == "pythonic" and calling:  # LFM2's templates leave out calls
+        yield with_python_calls(messages, calls), arguments
     yield with_typed_parts(messages), arguments
     yield with_typed_parts(form), arguments
     tools = arguments["tools"] or ()
@@ -181,6 +183,23 @@ def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for function in (call["function"] for message in changed for call in message.get("tool_calls", ())):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return changed
+
+
+def with_python_calls(messages: Sequence[Message], tags: ToolCallTags) -> list[dict[str, Any]]:
+    """Return messages with calls as Python after their contents, as LFM2's models write them."""
+    changed = list(map(dict, messages))
+    for message in changed:
+        if calls := message.pop("tool_calls", ()):
+            written = f"{tags.start}[{', '.join(_in_python(call['function']) for call in calls)}]{tags.end}"
+            message["content"] = "\n".join(filter(None, (message["content"], written)))
+    return changed
+
+
+def _in_python(function: Mapping[str, Any]) -> str:
+    values = {
+        key: json.dumps(v, ensure_ascii=False) if isinstance(v, str) else v for key, v in function["arguments"].items()
+    }
+    return f"{function['name']}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
 def with_typed_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:

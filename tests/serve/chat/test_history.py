@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.errors import PromptError
+from eagle_mlx.serve.chat import AnswerParser
 from eagle_mlx.serve.chat.history import joined, lost_message, read_messages, ways_to_render
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, format_with_template
 
@@ -195,6 +196,27 @@ def test_arguments_that_are_no_object_are_empty(arguments: Any, caplog: pytest.L
         text = format_of("qwen").chat([*HELLO, call(id, arguments)], [WEATHER]).text
         assert '{"name": "get_weather", "arguments": {}}' in text
     assert sum(id in line for line in caplog.messages) == bool(arguments)
+
+
+def test_calls_of_lfm2_are_in_the_content_because_its_templates_leave_them_out() -> None:
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% for t in tools or [] %}{{ t }}"
+    )
+    chats = format_with_template(template + "{% endfor %}", ("<|tool_call_start|>", "<|tool_call_end|>"))
+    calling = call("1", '{"city": "\\"Oslo\\"", "days": [1, null], "exact": true}')
+    calling["tool_calls"] += call("2", "{}")["tool_calls"]
+    calling["content"] = "Let me look."
+    written = """[get_weather(city="\\"Oslo\\"", days=[1, None], exact=True), get_weather()]"""
+    chat = chats.chat([*HELLO, calling, said("tool", "rain", tool_call_id="1"), *HELLO], [WEATHER])
+    assert f"<assistant>Let me look.\n<|tool_call_start|>{written}<|tool_call_end|><tool>rain<user>" in chat.text
+    parser = AnswerParser(chats, [WEATHER])
+    read = [
+        delta.tool_call for delta in [*parser.push(chat.text.split("look.")[1].split("<tool>")[0]), *parser.finish()]
+    ]
+    assert [json.loads(piece.arguments) for piece in read if piece] == [
+        {"city": '"Oslo"', "days": [1, None], "exact": True},
+        {},
+    ]
 
 
 def test_content_may_be_missing_in_what_models_and_tools_wrote() -> None:
