@@ -17,7 +17,7 @@ from eagle_mlx.target import Target
 
 from .families import answer_states, call_tags
 from .history import Message, Way, lost_message, read_messages, text_of, ways_to_render, with_typed_parts
-from .tools import AnswerStates, Tool, ToolCallTags, without
+from .tools import AnswerStates, Tool, ToolCallTags, with_all_fields, without
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
@@ -176,14 +176,16 @@ class ChatFormat:
             if arguments["add_generation_prompt"]:
                 raise PromptError(f"add_generation_prompt must be false with {CONTINUED}", "add_generation_prompt")
             arguments[CONTINUED] = _field_to_continue(read)
-        arguments["tools"] = [without(tool, "strict") for tool in tools] or None  # only the server uses `strict`
+        offered = [without(tool, "strict") for tool in tools]  # only the server uses `strict`
         if not self.tokenizer.has_chat_template:
             raise PromptError.at("messages", "this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
             problem = "there is no parser for this model's tool calls; if one of mlx-lm's parsers fits"
             raise PromptError.at("tools", f"{problem}, set it as tool_parser_type in the model's tokenizer_config.json")
         read = without_billing_header(read)
-        return self._first_rendered(read, ways_to_render(read, arguments, self.calls), check)
+        forms = (offered,) if (whole := list(map(with_all_fields, offered))) == offered else (offered, whole)
+        ways = (way for form in forms for way in ways_to_render(read, arguments | {"tools": form or None}, self.calls))
+        return self._first_rendered(read, ways, check)
 
     def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way], check: Callable[[], None]) -> Chat:
         """Return the first chat that the template takes with all its texts, tools and calls.

@@ -64,6 +64,12 @@ def without(tool: Tool, field: str) -> Tool:
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != field}}
 
 
+def with_all_fields(tool: Tool) -> Tool:
+    """Return a tool with a description and parameters, perhaps empty, because some templates need both."""
+    function = {"description": "", "parameters": {"type": "object", "properties": {}}, **tool["function"]}
+    return {**tool, "function": function}
+
+
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 

@@ -14,7 +14,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, ToolOffer
 from tests.fakes import tiny_target
-from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of
+from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of, format_with_template
 
 
 def written(name: str, messages: Any, tools: Any = (), tool_choice: Any = None, **kwargs: Any) -> str:
@@ -197,6 +197,16 @@ def test_tools_and_calls_are_text_if_the_template_ignores_or_refuses_them(name: 
     assert deltas[1].tool_call is not None
     assert deltas[1].tool_call.arguments == '{"city": "Oslo"}'
     assert not any("You have access" in message["content"] for message in format.chat(HELLO).messages)
+
+
+def test_a_tool_without_a_description_gets_an_empty_one_if_the_template_needs_it() -> None:
+    template = "<|channel|>commentary{% for t in tools or [] %}{{ '// ' + t.function.description }}"
+    template += "{{ t.function.name + ':' }}{{ t.function.parameters | tojson }}{% endfor %}{{ messages[0].content }}"
+    bare = {"type": "function", "function": {"name": "clock"}}
+    text = format_with_template(template).chat(HELLO, [WEATHER, bare]).text
+    assert text.startswith(f"<|channel|>commentary// {WEATHER['function']['description']}get_weather:")
+    assert text.endswith('// clock:{"type": "object", "properties": {}}hello')
+    assert "description" not in written("qwen", HELLO, [bare])
 
 
 def test_templates_that_take_one_call_per_message_get_one() -> None:
