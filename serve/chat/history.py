@@ -25,7 +25,7 @@ _MORE_KEYS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "to
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for templates: call arguments as objects, and `developer` as `system`.
+    """Return messages for templates: call arguments as objects, `developer` as `system`, and results in order.
 
     Fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message.
     """
@@ -38,7 +38,17 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if answered is not None and ids.isdisjoint({answered, None}):  # a call without an id fits all
             missing = f"a call with the id {answered[:100]!r}; send the message with that call before its result"
             raise PromptError.at(f"{where}.tool_call_id", f"no earlier assistant message has {missing}")
-    return read
+    return results_in_order(read)
+
+
+def results_in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with results in the order of the calls before them, because most templates write no ids."""
+    changed, places = list[dict[str, Any]](), dict[str | None, int]()
+    for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        turns = list(group)
+        changed += sorted(turns, key=lambda turn: places.get(turn["tool_call_id"], -1)) if is_result else turns
+        places = {call.get("id"): place for place, call in enumerate(turns[-1].get("tool_calls", ()))}
+    return changed
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:

@@ -149,6 +149,17 @@ def test_a_user_may_speak_after_a_result_or_an_unanswered_call_if_roles_must_alt
     assert "OK." not in prompt(JSON_RESULTS, *HELLO, call("1"), result, *HELLO)
 
 
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+def test_results_of_parallel_calls_have_the_order_of_the_calls(name: str) -> None:
+    """Most templates write no ids, so a model tells results apart by their order."""
+    calls = call("1") | {"tool_calls": [call(id)["tool_calls"][0] for id in "123"]}
+    results = [said("tool", f"result {id}", tool_call_id=id) for id in "123"]
+    later = [said("assistant", "hm"), call("4"), said("tool", "late", tool_call_id="4")]
+    expected = format_of(name).chat([*HELLO, calls, *results, *later], [WEATHER]).text
+    assert expected.index("result 1") < expected.index("result 2") < expected.index("result 3")
+    assert format_of(name).chat([*HELLO, calls, *results[::-1], *later], [WEATHER]).text == expected
+
+
 def test_joined_messages_keep_their_calls_and_reasoning() -> None:
     first, second = {**call("1"), "content": "", "reasoning_content": "hm"}, {**call("2"), "content": "then"}
     results = [said("tool", "a", tool_call_id="1"), said("tool", "b", tool_call_id="2")]
