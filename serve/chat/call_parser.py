@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import regex
@@ -136,6 +137,7 @@ class ToolCallParser:
         self._searched = 0
         self._malformed, self._parsed = 0, 0
         self._count = 0
+        self._ids = set[str]()  # of the answer's calls
         self._ready: Read = None  # what was read while it is not certain that a thought only mentions it
         self._begins_line = True
         self._follows_bare = False
@@ -211,7 +213,7 @@ class ToolCallParser:
         self._count += len(calls)
         self._follows_bare = self._begin in self._bare
         self._drop(end)
-        return calls
+        return list(map(self._with_own_id, calls))
 
     def _next_piece(self, pieces: CallPieces, final: bool) -> ToolCall | None:
         if (read := pieces.read(self._text, self._body, final)) is None:
@@ -319,6 +321,12 @@ class ToolCallParser:
         if name not in self._offer or not isinstance(arguments, dict | None):
             raise ValueError("the function was not offered")
         return ToolCall(index, call.get("id") or self._new_id(), name, encoded(arguments or {}))
+
+    def _with_own_id(self, call: ToolCall) -> ToolCall:
+        """Return the call with another id if the answer has this one already: clients tell calls apart by their ids."""
+        own = replace(call, id=self._new_id()) if call.id in self._ids else call
+        self._ids.add(own.id)
+        return own
 
     def _new_id(self) -> str:
         if self._tags.parser == "mistral":  # its templates only accept ids of nine letters and digits

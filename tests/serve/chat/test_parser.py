@@ -320,6 +320,17 @@ def test_a_models_own_ids_are_kept() -> None:
     ]
 
 
+def test_an_id_that_a_model_writes_twice_in_an_answer_counts_once() -> None:
+    reader = AnswerParser(format_of("qwen"), TOOLS)
+    twice = '<tool_call>\n{"id": "1", "name": "clock", "arguments": {}}\n</tool_call>\n' * 2
+    ids = [delta.tool_call.id for delta in [*reader.push(twice), *reader.finish()] if delta.tool_call]
+    assert ids[0] == "1"
+    assert re.fullmatch("call_[0-9a-f]{24}", ids[1])
+    mistral = AnswerParser(format_of("mistral"), TOOLS)
+    mistral.push('[TOOL_CALLS][{"name": "clock", "id": "abcdefghi"}, {"name": "clock", "id": "abcdefghi"}]')
+    assert len({delta.tool_call.id for delta in mistral.finish() if delta.tool_call}) == 2
+
+
 def test_a_call_without_an_end_tag_ends_with_the_next_call_or_the_text() -> None:
     reader = AnswerParser(format_of("mistral"), TOOLS)
     assert told(reader.push("x[TOOL_CALLS]clock[ARGS]{}")) == [("content", "x")]
