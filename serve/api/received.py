@@ -167,11 +167,13 @@ def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]
 
 def _parsed(body: bytes) -> Any:
     try:
-        return from_json(body, allow_inf_nan=False)
+        fields = from_json(body, allow_inf_nan=False)
     except ValueError:
         if (text := body.decode()) == (whole := with_whole_pairs(text)):
             raise
-        return from_json(whole, allow_inf_nan=False)
+        fields = from_json(whole, allow_inf_nan=False)
+    json.dumps(fields, ensure_ascii=False, allow_nan=False)  # a number may be infinite as a float, such as 1e999
+    return fields
 
 
 def _unpacked(fields: Any) -> dict[str, Any]:

@@ -388,6 +388,8 @@ def test_a_queue_that_is_full(guarded: Live) -> None:
         b'{"prompt": "x", "temperature": NaN}',
         b'{"prompt": "x", "temperature": Infinity}',
         b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "response_format": {"type": "json_object", "schema": {"maximum": 1e999}}}',
+        b'{"prompt": "x", "unknown": [-' + b"9" * 309 + b".0]}",
         b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "x", "max_tokens": 1e3}',
         b"null",
