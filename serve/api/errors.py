@@ -23,6 +23,7 @@ _BOTH = {
 _TYPES = {**_BOTH, 500: "server_error", 501: "not_implemented_error", 503: "service_unavailable_error"}
 _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
+NO_THREADS = "thread_unsupported_request"  # Anthropic's client then sends whole conversations
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input
 
@@ -78,7 +79,8 @@ class ApiError(Exception):
         named = self.param is None or self.param in self.message
         message = self.message if named else f"{self.param}: {self.message}"
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.to_anthropic or message}}
+        details = {"details": {"error_code": self.code}} if self.code == NO_THREADS else {}
+        return {"type": "error", "error": {"type": kind, "message": self.to_anthropic or message, **details}}
 
 
 def client_gone() -> ApiError:

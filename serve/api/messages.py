@@ -19,7 +19,7 @@ from .answer import dumps, named_event, respond, respond_encoded
 from .chat import EncodedChat, render_chat
 from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, translated
 from .encoding import Encoder
-from .errors import ERRORS, EVENTS, ApiError, documented
+from .errors import ERRORS, EVENTS, NO_THREADS, ApiError, documented
 from .limits import Limits
 from .media import Media, paragraphs, without_data
 from .metrics import stats
@@ -152,6 +152,7 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: str | None = None
     diagnostics: dict[str, Any] | None = None
     container: None = None
+    thread: dict[str, Any] | None = None  # refused
 
 
 _FIELDS = {
@@ -382,6 +383,9 @@ async def messages(request: Request) -> Response:
     received = await receive(request, MessagesRequest)
     body = received.body
     service = models_of(request).named(body.model)
+    if body.thread is not None:
+        message = "thread: this server keeps no conversations; send all messages"
+        raise ApiError(400, message, "thread", NO_THREADS)
     chat = await received.in_turn(lambda: chat_request(body, service.settings.limits))
     return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 

@@ -207,6 +207,29 @@ def test_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialec
         assert answer.text == "Hm."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_of_anthropics_client_sends_results_back(talker: Live, stream: bool) -> None:
+    """It begins with a conversation that the server should keep, and sends whole ones if the server cannot."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        """Return the weather in a city."""
+        cities.append(city)
+        return f"{days} days of sun"
+
+    cities: list[str] = []
+    with anthropic.Anthropic(base_url=talker.base, api_key="none", max_retries=0) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model=NAME,
+            max_tokens=200,
+            messages=[{"role": "user", "content": "two"}],
+            tools=[get_weather],
+            stream=stream,
+        )
+        assert runner.until_done().stop_reason == "end_turn"
+    assert cities == ["Rome", "Oslo"]
+
+
 LONG = "".join(f"Line {n} of a letter.\n" for n in range(8))
 
 
