@@ -201,7 +201,7 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
 
 
 _FIELDS = {
-    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     ".function": "",
 }

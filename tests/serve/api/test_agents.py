@@ -343,6 +343,8 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         ({"input": "x", "tools": [{"type": "web_search"}, SPACE | {"name": "n" * 120}]}, "tools[1].name", "pattern"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "x", "text": {"format": BAD}}, "text.format.schema", "schema"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "required"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "required"),
         ({"input": "x", "text": {"verbosity": "terse"}}, "text.verbosity", "medium"),
         ({"input": "x " * 999}, "input", "maximum context length is 512 tokens"),
     ],
