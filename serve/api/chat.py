@@ -208,6 +208,8 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     chosen = body.model_dump(include={"tool_choice"})["tool_choice"]
     offer = ToolOffer.of(tools, chosen, body.parallel_tool_calls is not False)
     wishes = body.model_dump(include={"reasoning_effort", "verbosity", "add_generation_prompt"}, exclude_none=True)
+    if body.reasoning_effort == "none":
+        wishes["enable_thinking"] = False
     arguments = wishes | (body.chat_template_kwargs or {})
     messages, pictures = body.plain_messages()
     messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)

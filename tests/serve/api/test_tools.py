@@ -11,16 +11,19 @@ from typing import Any
 import anthropic
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.serve.api.conversation import arguments_of
 from eagle_mlx.serve.api.loader import load
+from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.chat import ToolCall
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
+from tests.fakes import tiny_target
 from tests.full import in_turn
 from tests.serve.api.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, Answer, Dialect, Question, read
 from tests.serve.api.live import NAME, Live, live, loaded_format, one_model
-from tests.serve.chat.formats import WEATHER
+from tests.serve.chat.formats import ADDED, TEMPLATES, VOCAB, WEATHER, format_with_template
 
 USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
@@ -108,6 +111,24 @@ def test_reasoning_is_returned_separately(thinker: Live) -> None:
     plain = thinker.openai.chat.completions.create(**fields).choices[0].message
     assert plain.content
     assert not hasattr(plain, "reasoning_content")
+
+
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES])
+def test_effort_none_turns_reasoning_off(dialect: Dialect) -> None:
+    template = TEMPLATES["thinking"].replace("and enable_thinking %}", "and enable_thinking is not false %}")
+    tokenizer = format_with_template(template, ADDED["thinking"]).tokenizer
+    target = em.Target(tiny_target(layers=2, vocab=VOCAB).model, tokenizer, name="thinking")
+    effort: dict[str, Any] = {"reasoning": {"effort": "none"}} if dialect is RESPONSES else {"reasoning_effort": "none"}
+    with live(lambda: Loaded(em.Engine(target))) as server:
+
+        def prompt_tokens(**more: Any) -> int:
+            body = dialect.body(Question((("user", "hi"),), max_tokens=2))
+            usage = server.http.post(dialect.path, json=body | more).json()["usage"]
+            return int(usage.get("prompt_tokens") or usage["input_tokens"])
+
+        off = prompt_tokens(chat_template_kwargs={"enable_thinking": False})
+        assert prompt_tokens(**effort) == off < prompt_tokens()
+        assert prompt_tokens(**effort, chat_template_kwargs={"enable_thinking": True}) == prompt_tokens()
 
 
 def test_an_unsupported_schema_fails_only_its_own_request(thinker: Live) -> None:
