@@ -146,12 +146,13 @@ def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[s
 
 
 def with_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with a short answer between a result, or a call, and a message of the user."""
-    changed: list[dict[str, Any]] = []
+    """Return messages with a short answer in place of an empty one, and between a result, or a call, and the user."""
+    changed, answer = list[dict[str, Any]](), {"role": "assistant", "content": "OK."}
     for before, message in zip(({}, *messages), messages, strict=False):
         if message["role"] == "user" and (before.get("role") == "tool" or "tool_calls" in before):
-            changed.append({"role": "assistant", "content": "OK."})
-        changed.append(dict(message))
+            changed.append(answer)
+        is_empty = message["role"] == "assistant" and not (message["content"] or "tool_calls" in message)
+        changed.append({**message, **(answer if is_empty else {})})
     return changed
 
 

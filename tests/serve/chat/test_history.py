@@ -36,7 +36,7 @@ ALTERNATING_BUT_CALLS = """
     {%- if not m.content %}{{ raise_exception('content must not be empty') }}{% endif %}
     {%- set ns.turns = ns.turns + 1 %}
   {%- endif %}
-  {{- '<' + m.role + '>' + m.content }}
+  {{- '<' + m.role + '>' ~ m.content }}
   {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
 {%- endfor %}"""
 """As in Mistral's templates."""
@@ -147,6 +147,13 @@ def test_a_user_may_speak_after_a_result_or_an_unanswered_call_if_roles_must_alt
     assert text.endswith("<tool>rain<assistant>OK.<user>hello\n\nHurry.")
     assert "OK." not in prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result)
     assert "OK." not in prompt(JSON_RESULTS, *HELLO, call("1"), result, *HELLO)
+
+
+def test_an_empty_answer_is_a_short_one_if_the_template_takes_none_and_results_stay_texts() -> None:
+    result, empty = said("tool", "rain", tool_call_id="1"), said("assistant", "")
+    text = prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result, empty, *HELLO)
+    assert text.endswith("<tool>rain<assistant>OK.<user>hello")
+    assert "OK." not in prompt(JSON_RESULTS, *HELLO, empty, *HELLO)
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
