@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
-from .families import answer_states, call_tags
+from .families import answer_states, call_tags, templates
 from .history import Message, Way, lost_message, read_messages, text_of, ways_to_render, with_typed_parts
 from .tools import AnswerStates, Tool, ToolCallTags, with_all_fields, without
 
@@ -176,6 +176,9 @@ class ChatFormat:
             if arguments["add_generation_prompt"]:
                 raise PromptError(f"add_generation_prompt must be false with {CONTINUED}", "add_generation_prompt")
             arguments[CONTINUED] = _field_to_continue(read)
+        source = templates(self.tokenizer)
+        if "enable_thinking" in arguments and "enable_thinking" not in source and "thinking" in source:
+            arguments.setdefault("thinking", arguments["enable_thinking"])  # the name in Kimi's and Granite's templates
         offered = [without(tool, "strict") for tool in tools]  # only the server uses `strict`
         if not self.tokenizer.has_chat_template:
             raise PromptError.at("messages", "this model has no chat template; give it text through /v1/completions")

@@ -109,6 +109,18 @@ def test_whether_a_prompt_ends_in_an_open_thought(name: str, thinks: bool) -> No
     assert format.starts_in_reasoning(prompt) == (thinks and name == "thinking")
 
 
+def test_templates_that_say_thinking_instead_of_enable_thinking_hear_it_too() -> None:
+    """Those of Kimi, Granite and DeepSeek do."""
+    chats = format_with_template("{{ messages[0].content }}{{ '<think>' if thinking is defined and thinking }}")
+    for kwargs, ends in [
+        ({}, "hello"),
+        ({"enable_thinking": True}, "hello<think>"),
+        ({"enable_thinking": False}, "hello"),
+        ({"enable_thinking": False, "thinking": True}, "hello<think>"),
+    ]:
+        assert chats.chat(HELLO, template_kwargs=kwargs).text == ends
+
+
 def test_calls_and_results_are_written_in_the_templates_form() -> None:
     messages = [*HELLO, called(), {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     text = written("qwen", messages, [WEATHER])
