@@ -328,8 +328,8 @@ class Engine:
         if self._in_step:
             raise ConfigError("another thread decodes with this engine: let one thread call it, or one after another")
         work, ended = None, list[RequestState]()
-        self._in_step = True
         try:
+            self._in_step = True
             while (work := self.schedule.next(work, self.max_batch, self.drafter)) is not None:
                 ended += self._do(work)
         finally:
