@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from eagle_mlx.text import TextStream
 from eagle_mlx.vision.spans import ImagePrompt, placed
 
 from ..chat import AnswerParser, Chat, Delta, Encode, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
+from ..chat.families import templates
 from .answer import Choices, PendingChoices, respond
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, documented
@@ -25,6 +27,7 @@ from .schema import ChatRequest
 from .worker import RequestEvent
 
 router = APIRouter()
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # maps efforts that few templates name to low or high
 
 
 @router.post("/v1/chat/completions", responses=documented(*ERRORS, **EVENTS))
@@ -208,8 +211,10 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     chosen = body.model_dump(include={"tool_choice"})["tool_choice"]
     offer = ToolOffer.of(tools, chosen, body.parallel_tool_calls is not False)
     wishes = body.model_dump(include={"reasoning_effort", "verbosity", "add_generation_prompt"}, exclude_none=True)
-    if body.reasoning_effort == "none":
+    if (effort := body.reasoning_effort) == "none":
         wishes["enable_thinking"] = False
+    elif effort in _EFFORTS and not re.search(f"[\"']{effort}[\"']", templates(loaded.tokenizer)):
+        wishes["reasoning_effort"] = _EFFORTS[effort]
     arguments = wishes | (body.chat_template_kwargs or {})
     messages, pictures = body.plain_messages()
     messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)

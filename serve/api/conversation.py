@@ -26,8 +26,6 @@ from .schema import Body, ChatRequest, EventFormat, ToolName
 from .service import Call
 from .worker import RequestEvent
 
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # maps efforts that templates do not know to low or high
-
 
 class OwnTool(Body):
     """The fields of a tool that the client runs, in the Messages and Responses APIs."""
@@ -131,8 +129,6 @@ class Names:
 
 def translated(turns: Turns, fields: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
     """Return the chat of these turns and other fields. Raises ApiError 400 that names the field of the API."""
-    if effort := fields.get("reasoning_effort"):
-        fields["reasoning_effort"] = _EFFORTS.get(effort, effort)
     with names.used():
         chat = validated(ChatRequest, {"messages": turns.messages, **fields})
         check(chat, limits)

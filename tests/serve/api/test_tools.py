@@ -131,6 +131,28 @@ def test_effort_none_turns_reasoning_off(dialect: Dialect) -> None:
         assert prompt_tokens(**effort, chat_template_kwargs={"enable_thinking": True}) == prompt_tokens()
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_effort_that_the_template_does_not_name_becomes_low_or_high(dialect: Dialect) -> None:
+    words = "{'max': ' a b c d', 'high': ' a b', 'low': ' a'}"
+    tokenizer = format_with_template("{{ messages[0].content + " + words + "[reasoning_effort] }}").tokenizer
+    target = em.Target(tiny_target(layers=2, vocab=VOCAB).model, tokenizer, name="effort")
+    with live(lambda: Loaded(em.Engine(target))) as server:
+
+        def prompt_tokens(effort: str) -> int:
+            body = dialect.body(Question((("user", "hi"),), max_tokens=2))
+            body |= {
+                CHAT: {"reasoning_effort": effort},
+                MESSAGES: {"output_config": {"effort": effort}},
+                RESPONSES: {"reasoning": {"effort": effort}},
+            }[dialect]
+            usage = server.http.post(dialect.path, json=body).raise_for_status().json()["usage"]
+            return int(usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+
+        assert prompt_tokens("low") < prompt_tokens("high") == prompt_tokens("xhigh") < prompt_tokens("max")
+        if dialect is not MESSAGES:
+            assert prompt_tokens("minimal") == prompt_tokens("low")
+
+
 def test_an_unsupported_schema_fails_only_its_own_request(thinker: Live) -> None:
     schema = {"type": "string", "pattern": "(?<=a)b"}
     form = {
