@@ -205,7 +205,7 @@ class HybridProposer(Proposer):
         return HybridState(self, self.model.open(prompts), self.ngrams.open(prompts).rows)
 
     def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
-        return HybridState(self, self.model.join(pieces, length), self.ngrams.open([prompt]).rows)
+        return HybridState(self, self.model.join(pieces, length, prompt), self.ngrams.open([prompt]).rows)
 
 
 class HybridState(NgramState):
@@ -225,6 +225,10 @@ class HybridState(NgramState):
         if not plan.lookups:
             return drafted
         return drafted.replaced(super().draft(plan, sampling, positions), plan.lookups)
+
+    def enter(self, namespaces: Sequence[str | None]) -> None:
+        self.model.enter(namespaces)
+        super().enter(namespaces)
 
     def replaced(self, rows: Sequence[int]) -> None:
         self.model.replaced(rows)

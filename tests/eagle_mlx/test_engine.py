@@ -23,6 +23,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
+from eagle_mlx.proposers.base import HeadPiece, Proposer
 from eagle_mlx.request import Prompt, draft_runs
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward
@@ -764,6 +765,32 @@ def test_a_head_drafts_without_being_wrapped() -> None:
     for wrong in ("folder", TARGET, SimpleNamespace(bind=print)):
         with pytest.raises(ConfigError, match="proposer must be a head or a proposer, not .*em.load_head"):
             em.Engine(TARGET, wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_with_ngrams_is_told_the_same_as_alone() -> None:
+    heard = list[Any]()
+
+    class Model(em.HeadProposer):
+        def open(self, prompts: Sequence[Sequence[int]]) -> Any:
+            state: Any = super().open(prompts)
+            state.enter = heard.append
+            return state
+
+        def join(self, pieces: Sequence[HeadPiece], length: int, prompt: Sequence[int] = ()) -> Any:
+            heard.append(list(prompt))
+            return super().join(pieces, length, prompt)
+
+    def told(proposer: Proposer) -> list[Any]:
+        heard.clear()
+        engine = em.Engine(TARGET, proposer, prefix_cache_bytes=1 << 26)
+        for prompt in (PROMPTS[3], [*PROMPTS[3], 5]):
+            engine.submit(engine.prepare(prompt, em.SamplingParams(max_tokens=4), namespace="a"))
+            while not engine.idle:
+                engine.step()
+        return list(heard)
+
+    model = Model(tiny_head(TARGET))
+    assert told(em.HybridProposer(model)) == told(model) == [["a"], [*PROMPTS[3], 5]]
 
 
 def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
