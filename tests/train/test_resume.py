@@ -179,6 +179,8 @@ def test_settings_that_a_resume_may_change(
     assert load_head(out / "last") is not None
     assert main(["--resume", str(out), "--lr", "1e-2"]) == 2
     assert "began with 0.001; leave --lr out" in capsys.readouterr().err
+    assert main(["--resume", str(out), "--output", str(tmp_path / "elsewhere")]) == 2
+    assert "leave --output out" in capsys.readouterr().err
     assert main(["--resume", str(tmp_path / "nothing")]) == 2
     assert "has no run" in capsys.readouterr().err
     assert main(["--resume", str(out), "-c", "some.yaml"]) == 2

@@ -26,10 +26,8 @@ from . import state
 RUN_FILE, REPORT = "run.json", "report.json"
 BEST, LAST = "best", "last"  # subfolders for heads. They appear when they are complete
 MADE = "made"  # subfolder for the conversations that the target makes in a run with a time limit
-MUTABLE = (
-    *("output", "overwrite", "cache_dir", "checkpoints", "checkpoint_minutes", "log_steps"),
-    *("wandb", "wandb_project"),
-)  # settings that do not affect training, so a resumed run may change them
+MUTABLE = ("cache_dir", "checkpoints", "checkpoint_minutes", "log_steps", "wandb", "wandb_project")
+"""Settings that a resumed run may change, because they affect neither training nor the place of its output."""
 
 
 @dataclass(frozen=True)
