@@ -320,6 +320,8 @@ class Speculation(Group):
         notes = [f"head precision: {described(head)}"] if head is not None else []
         if engine.chains_only:
             notes.append(f"no draft trees for this target: {engine.chains_only}; it drafts chains")
+        elif self.tree_nodes and engine.proposer is not None and not engine.proposer.abilities.trees:
+            notes.append("no draft trees: n-grams draft chains")
         if self.acceptance == "threshold":
             notes.append(
                 f"acceptance: threshold {self.least_probability:g}, which is lossy: drafts change sampled text"
@@ -331,7 +333,7 @@ class Speculation(Group):
         if mode == "none":
             return "none, plain decoding"
         source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
-        trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
+        trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes and mode != "ngram" else ""
         also = " and n-grams" if self.ngrams and mode != "ngram" and self.policy == "throughput" else ""
         return f"{mode}{source}{also}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 

@@ -155,7 +155,7 @@ def test_contradictory_flags_are_refused(line: str, reason: str) -> None:
 def test_each_policy_gets_its_settings() -> None:
     assert isinstance(parse("").make_policy(), ThroughputPolicy)
     assert (parse("").depth, parse("--spec-policy fixed").depth, parse("--num-draft-tokens 0").depth) == (8, 4, 0)
-    trees = parse("--spec-decode ngram --num-speculative-tokens 4 --draft-tree-nodes 16")
+    trees = parse("--head H --num-speculative-tokens 4 --draft-tree-nodes 16")
     assert trees.make_policy().wants_trees  # type: ignore[attr-defined]
     assert trees.max_depth == levels_for(16)
     assert "trees of up to 16" in str(trees)
@@ -171,6 +171,16 @@ def test_each_policy_gets_its_settings() -> None:
     assert parse("--dynamic-spec-decode --disable-by-batch-size 0").make_policy() == AcceptancePolicy(4)
     with pytest.raises(ConfigError, match="alpha"):
         parse("--spec-policy acceptance-ema --acceptance-rate-ema-alpha 2").make_policy()
+
+
+def test_a_start_says_that_n_grams_draft_no_trees() -> None:
+    target, ngram = tiny_target(), Speculation(mode="ngram", tree_nodes=16, keep=False)
+    engine = em.Engine(target, ngram.proposer(target), policy=ngram.make_policy())
+    assert "trees" not in str(ngram)
+    assert ngram.notes(engine) == ["no draft trees: n-grams draft chains"]
+    head = replace(ngram, mode="eagle", head="H")
+    assert "or trees of up to 16" in str(head)
+    assert "trees" not in " ".join(head.notes(em.Engine(target, tiny_head(target), policy=head.make_policy())))
 
 
 def test_the_help_names_the_fewest_tokens_that_match_with_a_model() -> None:
