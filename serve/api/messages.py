@@ -94,8 +94,7 @@ class Turn(Body):
 class ClientTool(OwnTool, Cached):
     type: Literal["custom", None] = None
     input_schema: dict[str, Any]
-    # Ignored: tool input arrives in one piece.
-    eager_input_streaming: bool | None = None
+    eager_input_streaming: bool | None = None  # ignored, as is the next: tool input arrives in one piece
     input_examples: list[dict[str, Any]] | None = None
 
 
@@ -132,8 +131,7 @@ class CountTokensRequest(ChatExtensions, Cached):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of `output_config.format`
-    # Ignored: these concern Anthropic's own servers.
-    context_management: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None  # ignored, as are the next: for Anthropic's own servers
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     speed: Literal["standard"] | None = None
     user_profile_id: str | None = None
@@ -225,17 +223,17 @@ def _add(conversation: Turns, turn: Turn, where: str, functions: dict[str, Any])
     elif turn.content in (None, []):
         raise ApiError(400, f"{where}: must be text, or a list of blocks", where)
     for index, block in enumerate(_blocks(turn.content)):
+        place = f"{where}[{index}]"
         if not isinstance(block, _BLOCKS[turn.role]):
             problem = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
-            raise ApiError(400, f"{where}[{index}]: {problem}", f"{where}[{index}]")
+            raise ApiError(400, f"{place}: {problem}", place)
         if isinstance(block, TextBlock | Media):
-            conversation.say(turn.role, _text(block, conversation, f"{where}[{index}]", functions))
+            conversation.say(turn.role, _text(block, conversation, place, functions))
         elif isinstance(block, ThinkingBlock):
             conversation.think(block.thinking)
         elif isinstance(block, ToolUseBlock):
             conversation.call(block.id, block.name, block.input)
         elif isinstance(block, ToolResultBlock):
-            place = f"{where}[{index}]"
             blocks = enumerate(_blocks(block.content))
             parts = (_text(part, conversation, f"{place}.content[{at}]", functions) for at, part in blocks)
             result = ("Error: " if block.is_error else "") + paragraphs(parts)
@@ -384,8 +382,7 @@ async def messages(request: Request) -> Response:
     body = received.body
     service = models_of(request).named(body.model)
     if body.thread is not None:
-        message = "thread: this server keeps no conversations; send all messages"
-        raise ApiError(400, message, "thread", NO_THREADS)
+        raise ApiError(400, "thread: this server keeps no conversations; send all messages", "thread", NO_THREADS)
     chat = await received.in_turn(lambda: chat_request(body, service.settings.limits))
     return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 
@@ -394,11 +391,10 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     received = await receive(request, CountTokensRequest)
-    body = received.body
-    chat = await received.in_turn(lambda: chat_request(body, models_of(request).settings.limits))
+    chat = await received.in_turn(lambda: chat_request(received.body, models_of(request).settings.limits))
 
     def count(loaded: Loaded, encode: Encoder) -> dict[str, int]:
         return {"input_tokens": len(render_chat(chat, loaded, encode, must_fit=False).prompt.tokens)}
 
-    with names_of(body).used():
+    with names_of(received.body).used():
         return await respond_encoded(received, count)

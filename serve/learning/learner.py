@@ -59,14 +59,11 @@ _TEXTS = 8
 """Collected texts that a piece of work takes in, because a request may wait for that."""
 _MOST_LOST = 0.02
 """The most that versions may lose in all over the older half of the conversations, for what is unusual now."""
-_DEPTH = 4
-"""Draft tokens of the judge, as in `eagle-heads compare`."""
-_RAREST = 64
-"""Cycles need up to so many times the tokens while nothing is gained."""
+_DEPTH = 4  # draft tokens of the judge, as in `eagle-heads compare`
+_RAREST = 64  # cycles need up to so many times the tokens while nothing is gained
 _MOST_FAILURES = 3
 """Failures in a row after which learning stops: a full disk may have space again, but a fault returns every time."""
-_CREDIT_SECONDS = 1.0
-"""Time for learning that a share of the busy time may save up."""
+_CREDIT_SECONDS = 1.0  # time for learning that a share of the busy time may save up
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ class _Former:
 
     head: HeadProposer
     version: int
-    since: int
-    """Only texts with later serials count."""
+    since: int  # only texts with later serials count
 
 
 class Learner:
@@ -124,14 +120,12 @@ class Learner:
         self._rng = np.random.default_rng(0)
         judged = self.versions.events[-1].time if self.versions.events else 0
         self._rarity = 1
-        self._remembered = 0
-        """The serial of the newest text that n-grams remember."""
+        self._remembered = 0  # the serial of the newest text that n-grams remember
         self._new_tokens = sum(text.tokens for text in self.texts.written_after(judged) if not text.is_held_out)
         self._cycle: Iterator[None] | None = None
         self._former: _Former | None = None
         self._credit, self._failures = 0.0, 0
-        self.steps = 0
-        """Training steps so far."""
+        self.steps = 0  # training steps so far
         if self.versions.serving:
             self._exchange(first := self._loaded(self.versions.serving))
             self._trainer, self._former = None, self._watched(first)
