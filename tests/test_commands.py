@@ -222,7 +222,7 @@ FOLDER, FILE = ("taken", "taken/new"), (".", "taken/new.x")
     ("command", "given", "places"),
     [
         ("eagle-bench", "--json", FILE),
-        ("eagle-bench", "--plot", FILE),
+        ("eagle-bench", "--plot", ("taken/new.png",)),
         ("eagle-convert", "missing --to eagle3 --output", FOLDER),
         ("eagle-convert mtp", "--source missing --output", FOLDER),
         ("eagle-data collect", "--target missing --data missing.jsonl --output", FOLDER),
