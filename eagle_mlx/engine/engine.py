@@ -120,17 +120,14 @@ class Engine:
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         `collector`: collects texts with the hidden states that the proposer's head reads, to learn from them.
         """
-        sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
-        target = _loaded(target)
-        check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
-        if prefix_cache_bytes < 0:
-            raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes}")
-        SamplingParams(drafter=drafter)  # raises ConfigError for an unknown one
+        target, sizes = _loaded(target), {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
+        sizes |= {} if kv_bytes is None else {"kv_bytes": kv_bytes}
+        check_settings(sizes, prefix_cache_bytes, prefill_ms, kv_bits, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         proposer = None if proposer is None else _bound(proposer, target)
         self.target, self.proposer = target, proposer
         self.max_batch, self.observer = max_batch, observer
-        self.drafter = drafter
+        self.drafter = SamplingParams(drafter=drafter).drafter  # raises ConfigError for an unknown one
         """You may change these three between steps."""
         self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
         self.exact, self.collector = exact, collector

@@ -25,7 +25,8 @@ from eagle_mlx.target import Target
 GROUPS = 2
 """Maximum number of groups. A third would read the weights once more, but save less padding than the second."""
 _RESERVE = 2048
-"""Most answers are shorter. Agents allow tens of thousands of tokens: few such requests could decode together."""
+"""Most answers are shorter. If a request reserved all that agents allow, tens of thousands of tokens, few could decode
+together."""
 _LOOK = 16
 """Rounds between two checks whether rows have outgrown their group. A check takes 0.4 ms for 64 rows on a CPU."""
 _ROUND = 32 << 20
@@ -170,11 +171,15 @@ class KVBudget:
         return [group for group in groups if group]
 
 
-def check_settings(sizes: Mapping[str, int], prefill_ms: float, kv_bits: int | None, groups: int) -> None:
+def check_settings(
+    sizes: Mapping[str, int], prefix_cache_bytes: int, prefill_ms: float, kv_bits: int | None, groups: int
+) -> None:
     """Raise ConfigError if a setting of the engine is invalid. `sizes`: values that must be at least 1, by name."""
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{name} must be at least 1; got {size}")
+    if prefix_cache_bytes < 0:
+        raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes}")
     if not prefill_ms > 0:
         raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms}")
     if not 1 <= groups <= GROUPS:
