@@ -214,6 +214,7 @@ import fcntl, os, signal, sys, termios, time
 from pathlib import Path
 from eagle_mlx.command import Stop, exit_code
 def work():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     stop = Stop()
     with stop.listening(), stop.deferred():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -250,7 +250,8 @@ def test_a_closed_terminal_ends_the_server_like_sigterm(tmp_path: Path) -> None:
     """What it remembers is written, and a second SIGHUP and lines for the closed terminal are no error."""
     target, terminal, its_end = tiny_target_folder(tmp_path / "model"), *os.openpty()
     program = (
-        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # the tests may run under nohup
         "from eagle_mlx.serve.api.cli import command; command()"
     )
     folder = ("--prefix-cache-dir", str(tmp_path / "cache"))
