@@ -110,7 +110,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
 def _without_replaced(recipe: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's settings without those for its kind of head, steps or data, if the user names others."""
     replaced, kind = set[str](), KIND_SETTINGS.get(str(named.get("head")))
-    if kind is not None and named["head"] != recipe["head"]:
+    if kind is not None and named["head"] != recipe.get("head"):
         replaced |= {*kind.defaults, *kind.foreign}
     if named.get("step_weights"):
         replaced |= {"unroll", "decay"}

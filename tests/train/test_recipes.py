@@ -265,7 +265,7 @@ def test_flags_override_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "\ntime" not in out
     (tmp_path / "own.yaml").write_text("lr: 5e-4\nrows: 3\n")
     config = load_config(tmp_path / "own.yaml", {"rows": 5}, load_recipe("qwen3-0.6b").settings)
-    assert (config.optimization.lr, config.optimization.rows, config.optimization.unroll) == (5e-4, 5, 7)
+    assert (config.optimization.lr, config.optimization.rows, config.optimization.accumulate) == (5e-4, 5, 8)
     assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), *SMALL]) == 0
     assert "14 layers of 192" in capsys.readouterr().out  # for a target without a recipe, its own config is read
 

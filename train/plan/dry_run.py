@@ -28,12 +28,12 @@ from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe
 
-_COUNT, _TOKENS_EACH = (10_000, 1000)  # assumed conversations, and tokens of each, if nothing is known about the data
+_COUNT = 10_000  # assumed conversations, if nothing is known about the data
 _ANSWER = 500  # assumed tokens of a prompt with its answer
 Tokens = tuple[int, str]  # the number of tokens of training data, and how it was estimated
 
 
-def assumed(config: TrainConfig, tokens_each: int = _TOKENS_EACH) -> Tokens:
+def assumed(config: TrainConfig, tokens_each: int = Recipe.tokens_each) -> Tokens:
     """Return the amount of data: that of shards, else assumed without reading it."""
     if config.data.shards:
         return sum(ShardReader(folder).tokens for folder in config.data.shards), "in the shards"
@@ -66,7 +66,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     """
     if not config.head.target:
         raise ConfigError("no target: name the model with --target, or choose a --recipe")
-    tokens = assumed(config, recipe.tokens_each if recipe is not None else _TOKENS_EACH)
+    tokens = assumed(config, recipe.tokens_each if recipe is not None else Recipe.tokens_each)
     bound, here = _bound(config, recipe)
     try:
         bound.check()

@@ -21,11 +21,10 @@ from ..recipes import RECIPES, recipe_names
 @dataclass(frozen=True)
 class Recipe:
     name: str
-    about: str
     source: str  # where the model is published. `model` is from its config.json
     settings: Mapping[str, Any]  # settings of TrainConfig, by name
     model: Mapping[str, Any]  # fields of the model's config.json, and the quantization of `settings['target']`
-    tokens_each: int  # assumed tokens per conversation, for estimates before any data is read
+    tokens_each: int = 1000  # assumed tokens per conversation, for estimates before any data is read
 
     @property
     def base_model(self) -> str:
@@ -59,9 +58,9 @@ def _read(name: str) -> Recipe:
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """Return the fields of a recipe's file over those of its `base`, another recipe."""
+    """Return the fields of a recipe's file over those of its `base`, another recipe, or of the model with its name."""
     own: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
     if "base" not in own:
-        return {**own, "model": published_model(own["model"])}
+        return {**own, "model": published_model(name)}
     base = _fields(own.pop("base"))
     return {**base, **own, "settings": {**base["settings"], **own["settings"]}}
