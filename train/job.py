@@ -187,14 +187,12 @@ def _run(
         with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
             return target, train_for_hours(setup, measured.learned, measured.captured)
     _prepare(target, config, world, lambda share: time.monotonic() - begun > share * limit)
-    is_timed = limit < math.inf
-    data = world.in_turn(
-        partial(training_data, target, config, world.is_rank_zero, head, measured.memory, is_timed=is_timed)
-    )
+    most = (LEARNING * limit - (time.monotonic() - begun)) / (1 / measured.captured + 1 / measured.learned)
+    data = world.in_turn(partial(training_data, target, config, world.is_rank_zero, head, measured.memory, most))
     lengths = data.samples.lengths
     plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
     config = _chosen(plan, world)
-    if is_timed:
+    if limit < math.inf:
         left = max(1.0, LEARNING * limit - (time.monotonic() - begun))
         config = config.changed(minutes=left / 60, max_steps=plan.updates)
     if not world.is_rank_zero:

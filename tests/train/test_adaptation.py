@@ -282,9 +282,9 @@ def test_held_out_prompts_are_not_answered_and_judge_even_without_time(
     answered = {
         json.loads(line)["messages"][0]["content"] for line in Path(f"{out}.self.jsonl").read_text().splitlines()
     }
-    learned, judged = training_data(target, config), heldout_prompts(target, config)
+    learned, judged = training_data(target, config, most=0), heldout_prompts(target, config)
     assert answered
-    assert learned.samples[0].states is None, "a conversation is captured when a batch needs it"
+    assert learned.place == "online", "there is no time to capture all conversations"
     assert len(judged.tokens) == 30, "one in ten of 300"
     assert judged.keys.isdisjoint(learned.samples.keys)
     assert judged.facts(learned.samples.keys)["prompts_held_out"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -166,48 +165,6 @@ def test_an_epoch_can_start_midway() -> None:
     whole, rest = collect(batches, 0), collect(batches, 0, skip=1)
     assert [r.tokens.tolist() for r in whole[1:]] == [r.tokens.tolist() for r in rest]
     assert collect(batches, 0, skip=99) == []
-
-
-def test_states_are_captured_as_batches_need_them() -> None:
-    captured = make_samples([8] * 60)
-    calls: list[int] = []
-
-    def capture(index: int) -> Example:
-        assert threading.current_thread() is threading.main_thread()
-        calls.append(index)
-        return captured[index]
-
-    texts = [Example(sample.tokens, sample.loss_mask) for sample in captured]
-    batches, whole = Batches(InMemory(texts, capture), 2, 8, seed=0), Batches(InMemory(captured), 2, 8, seed=0)
-    with closing(batches.epoch(0)) as stream:
-        next(stream)
-        assert 2 <= len(calls) <= 12, "of the first batch, and of those fetched ahead"
-    for epoch in (0, 1):
-        for rows, wanted in zip(collect(batches, epoch), collect(whole, epoch), strict=True):
-            assert rows.states is not None
-            assert wanted.states is not None
-            assert np.array_equal(rows.states, wanted.states)
-    assert sorted(calls) == list(range(60))
-
-
-@pytest.mark.parametrize("kept", [160, 8, 1])
-def test_of_states_captured_on_demand_as_many_are_kept_as_fit(kept: int) -> None:
-    captured = make_samples([8] * 60)
-    most = 0
-
-    def capture(index: int) -> Example:
-        nonlocal most
-        most = max(most, sum(samples[i].states is not None for i in range(60)))
-        return captured[index]
-
-    samples = InMemory([Example(sample.tokens, sample.loss_mask) for sample in captured], capture, kept)
-    batches, whole = Batches(samples, 2, 8, seed=0), Batches(InMemory(captured), 2, 8, seed=0)
-    for epoch in (0, 1):
-        for rows, wanted in zip(collect(batches, epoch), collect(whole, epoch), strict=True):
-            assert rows.states is not None
-            assert wanted.states is not None
-            assert np.array_equal(rows.states, wanted.states)
-    assert most == kept // 8
 
 
 def test_leaving_early_stops_the_threads() -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.hidden_states import Bits, Example
+from eagle_mlx.hidden_states import Bits
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
@@ -241,20 +240,9 @@ class Batches:
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         import mlx.data as dx  # not at the top, so that `eagle-train --help` works without it
 
-        ready: dict[int, list[Example] | None] = {}  # examples captured for rows that are not read yet
-
-        def prepare(number: int) -> None:
-            first = number * self._rows
-            for place in range(first, min(first + self._rows, len(rows))):
-                ready[place] = self.samples.prepare(piece.sample for piece in rows[place][0])
-
-        def read(sample: dict[str, Any]) -> dict[str, NDArray[Any]]:
-            place = int(sample["row"])
-            return self._read(*rows[place], ready.pop(place))
-
         buffer = dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
-        stream = buffer.sample_transform(read).batch(self._rows).to_stream()
-        with contextlib.closing(prefetch(iter(stream), 4, prepare)) as batches:
+        stream = buffer.sample_transform(lambda at: self._read(*rows[int(at["row"])])).batch(self._rows).to_stream()
+        with contextlib.closing(prefetch(iter(stream), 4)) as batches:
             for batch in batches:
                 states = batch["states"].view(np.uint16) if self.samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
@@ -268,13 +256,9 @@ class Batches:
     def _pack(self, lengths: Sequence[int], epoch: int, first: int) -> list[PackedBatch]:
         return batches_of(lengths, self._rows * self._world.size, self._length, self._seed, epoch, first)
 
-    def _read(self, pieces: Row, width: int, ready: list[Example] | None) -> dict[str, NDArray[Any]]:
-        """Return one row for mlx-data, of examples that are `ready` or are read now.
-
-        Hidden states travel as bytes, since mlx-data has no 16-bit numbers.
-        """
-        examples = ready or [self.samples[piece.sample] for piece in pieces]
-        samples = [(example, slice(p.start, p.stop)) for example, p in zip(examples, pieces, strict=True)]
+    def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
+        """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no 16-bit numbers."""
+        samples = [(self.samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
         row: dict[str, NDArray[Any]] = {
             "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
             "loss_mask": _joined([sample.loss_mask[at] for sample, at in samples], width),
@@ -293,24 +277,16 @@ def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     return joined
 
 
-def prefetch(
-    items: Iterator[T], count: int, prepare: Callable[[int], None] = lambda number: None
-) -> Generator[T, None, None]:
+def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
     """Yield the items, fetching up to `count` ahead in one thread. Close the generator to join the thread.
 
-    Before an item is fetched, the caller's thread calls `prepare` with its number.
     mlx-data's own prefetching changes OpenBLAS's number of threads during a step, and so the last bits of products.
     """
-    pool, numbers = ThreadPoolExecutor(1, thread_name_prefix="prefetch"), itertools.count()
-
-    def fetch() -> Future[Any]:
-        prepare(next(numbers))
-        return pool.submit(next, items, _END)
-
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        coming = deque(fetch() for _ in range(count))
+        coming: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(count))
         while (item := coming.popleft().result()) is not _END:
-            coming.append(fetch())
+            coming.append(pool.submit(next, items, _END))
             yield item
     finally:
         pool.shutdown(cancel_futures=True)

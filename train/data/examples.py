@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -23,16 +22,10 @@ from ..config import TrainSettings
 
 
 class InMemory:
-    def __init__(
-        self, examples: Sequence[Example], capture: Callable[[int], Example] | None = None, kept: float = math.inf
-    ):
-        """capture: returns the example of an index with its hidden states, if the examples have none yet. kept: the
-        most tokens with captured states in memory; the states that were used last stay."""
-        self._examples, self._capture = list(examples), capture
-        self._kept, self._held = kept, 0
-        self._used: dict[int, None] = {}  # the examples with captured states, those used last at the end
+    def __init__(self, examples: Sequence[Example]):
+        self._examples = examples
         self.lengths = [len(example) for example in examples]
-        self.has_states = capture is not None or (bool(examples) and examples[0].states is not None)
+        self.has_states = bool(examples) and examples[0].states is not None
         self.keys = frozenset(example.key for example in examples)
         """The keys of the conversations' prompts, with 0 if one is unknown, as in the other classes."""
         self.loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
@@ -40,27 +33,6 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Example:
         return self._examples[index]
-
-    def prepare(self, indices: Iterable[int]) -> list[Example] | None:
-        """Return examples, and capture those that have no hidden states yet. None if any thread may read them later.
-
-        Raises TargetError for NaN.
-        """
-        return None if self._capture is None else [self._captured(index, self._capture) for index in indices]
-
-    def _captured(self, index: int, capture: Callable[[int], Example]) -> Example:
-        if self._examples[index].states is None:
-            self._examples[index] = capture(index)
-            self._held += self.lengths[index]
-        self._used.pop(index, None)
-        self._used[index] = None
-        example = self._examples[index]
-        while self._held > self._kept:
-            oldest = next(iter(self._used))
-            del self._used[oldest]
-            self._examples[oldest] = replace(self._examples[oldest], states=None)
-            self._held -= self.lengths[oldest]
-        return example
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Return how often each token id occurs in the learned tokens, [V]."""
@@ -98,9 +70,6 @@ class OnDisk:
         example = reader[row]
         assert example.states is not None
         return replace(example, states=example.states.of_layers(self._layers, self._last_layer))
-
-    def prepare(self, indices: Iterable[int]) -> None:
-        """Return None: any thread may read them."""
 
     def where(self, index: int) -> str:
         reader, row = self._place(index)

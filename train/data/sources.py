@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,12 +66,12 @@ def training_data(
     progress: bool = False,
     head: DraftHead | None = None,
     reserve: int = 0,
-    is_timed: bool = False,
+    most: float = math.inf,
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
     A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve`: additional bytes that
-    training needs. `is_timed`: as in `choose_states`. Raises DataError, ShardError, OutputError or ConfigError if data
+    training needs. `most`: as in `choose_states`. Raises DataError, ShardError, OutputError or ConfigError if data
     cannot be used or stored.
     """
     if config.data.shards:
@@ -84,13 +85,11 @@ def training_data(
     examples = [Example.of(*sample[:3]) for sample in rendered]
     samples: Examples = (texts := InMemory(examples))
     meta = shard_meta(target, aux_layers, config.data.cache_bits)
-    choice = choose_states(config, sum(texts.lengths), meta, reserve, is_timed=is_timed)
+    choice = choose_states(config, sum(texts.lengths), meta, reserve, most=most)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
     states = IN_WORDS[choice.place]
-    if choice.kept:
-        samples = InMemory(examples, lambda index: next(capture(target, aux_layers, [rendered[index]])), choice.kept)
-    elif choice.place == "memory":
+    if choice.place == "memory":
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     elif choice.place == "disk":
         folder, bits = cache_folder(config), config.data.cache_bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +49,6 @@ Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
-_LEAST_KEPT = 32_768  # tokens that memory must hold to be chosen for states on demand: eight of the largest steps
 IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on disk",
@@ -61,8 +61,6 @@ class CacheChoice:
     place: Place  # `memory` and `disk` capture once; `online` captures for each batch and keeps nothing
     size: int  # bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk
     text: str  # the estimate and the choice in one line
-    kept: int = 0
-    """The tokens whose states are kept, if each is captured on demand; 0 to capture all first."""
 
 
 def self_file(config: TrainConfig) -> Path:
@@ -90,15 +88,14 @@ def choose_states(
     meta: ShardMeta,
     reserve: int = 0,
     free: int | None = None,
-    is_timed: bool = False,
+    most: float = math.inf,
 ) -> CacheChoice:
     """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
     Without `config.data.states`, it is memory if the 16-bit states fit, else disk if they fit in `meta.bits`, else
-    online. A run that adapts a head captures in memory what it learns; if it `is_timed`, also if not all fit, because
-    it may have no time to capture all first. `reserve`: bytes that training needs; `free`: bytes, by default this
-    machine's free memory. Raises ConfigError or OutputError if the place in `config.data.states` does not have enough
-    room.
+    online, as for more than the `most` tokens that the run has time to capture and learn. `reserve`: bytes that
+    training needs; `free`: bytes, by default this machine's free memory. Raises ConfigError or OutputError if the place
+    in `config.data.states` does not have enough room.
     """
     folder, place = cache_folder(config), config.data.states
     memory = max(0.0, _MEMORY_SHARE * ((free_memory() if free is None else free) - reserve))
@@ -107,11 +104,8 @@ def choose_states(
     disk = _DISK_SHARE * free_disk(folder) + sum(file.stat().st_size for file in held)
     in_memory, on_disk = _choice("memory", tokens, meta), _choice("disk", tokens, meta)
     cache = config.data.cache_gb * 1e9
-    kept = int(min(memory, cache if place is None else memory) / bytes_per_token(replace(meta, bits=16)))
-    on_demand = place == "memory" or (place is None and (is_timed or kept >= tokens))
-    if config.head.adapt and on_demand and kept >= _LEAST_KEPT:
-        newest = "" if kept >= tokens else f"; those of {kept:,} tokens are kept"
-        return replace(in_memory, kept=kept, text=f"{in_memory.text} when they are first learned{newest}")
+    if place is None and tokens > most:
+        return _choice("online", tokens, meta, "more than there is time to learn, so ")
     if place is None:
         if in_memory.size <= min(cache, memory):
             return in_memory
