@@ -54,7 +54,7 @@ def make(options: MakeOptions) -> None:
             raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
         limits = MakeLimits(enough=lambda made, coming: True, first=False)
     wanted = Wanted(options.rows or 0, options.tokens or 0)
-    config = options.writing.config(options.seed)
+    config = options.config()
     tune_process()
     target = options.loading.load(options.target)
     usable = {domain.name for domain in steerable(tokenizer_of(target), config.domains, target.name)}

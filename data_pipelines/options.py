@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -117,30 +117,9 @@ class MakeConfig(MakeSampling):
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
-@dataclass(frozen=True)
-class WritingOptions(MakeSampling):
-    """Conversations to write, and how to sample them."""
-
-    domains: Path = setting(FILE, "file of domains (subjects) to write about", metavar="FILE.yaml")
-    domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
-    turns: str = setting(
-        ",".join(map(str, MakeConfig.turns)), "shares of conversations with one user turn, two, …", metavar="A,B,…"
-    )
-
-    def config(self, seed: int) -> MakeConfig:
-        """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
-        sampling = {field.name: getattr(self, field.name) for field in fields(MakeSampling)}
-        domains = choose_domains(self.domain, self.domains)
-        try:
-            turns = tuple(map(float, self.turns.split(",")))
-        except ValueError as e:
-            raise ConfigError(f"--turns {self.turns}: it must be numbers with commas, such as 0.7,0.2,0.1") from e
-        return MakeConfig(seed=seed, domains=domains, turns=turns, **sampling)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Group):
-    """The number of conversations to make, and the output."""
+    """The conversations to make, and the output."""
 
     target: str = setting(REQUIRED, "folder or hub id of the model", metavar="MODEL")
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
@@ -149,9 +128,23 @@ class MakeOptions(Group):
     seed: int = setting(MakeConfig.seed, "seed of everything random", SEED)
     overwrite: bool = setting(False, "replace an existing output")
     finish: bool = setting(False, "finish the output of an interrupted command, without making more")
-    writing: WritingOptions = field(default_factory=WritingOptions)
+    sampling: MakeSampling = field(default_factory=MakeSampling)
+    domains: Path = setting(FILE, "file of domains (subjects) to write about", metavar="FILE.yaml")
+    domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
+    turns: str = setting(
+        ",".join(map(str, MakeConfig.turns)), "shares of conversations with one user turn, two, …", metavar="A,B,…"
+    )
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
+
+    def config(self) -> MakeConfig:
+        """Return how to make them up. Raises ConfigError if a setting is invalid."""
+        domains = choose_domains(self.domain, self.domains)
+        try:
+            turns = tuple(map(float, self.turns.split(",")))
+        except ValueError as e:
+            raise ConfigError(f"--turns {self.turns}: it must be numbers with commas, such as 0.7,0.2,0.1") from e
+        return MakeConfig(seed=self.seed, domains=domains, turns=turns, **vars(self.sampling))
 
 
 @dataclass(frozen=True, kw_only=True)
