@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -174,18 +175,18 @@ class _Reading:
         report, turns, tokens = self.report, self.config.turns, self.config.tokens
         for conversation in self.read(source):
             if turns is not None and conversation.text is None and conversation.turns not in turns:
-                report.by_turns += 1
+                report.left_out["by number of turns"] += 1
                 continue
             if self.config.dedupe != "none":
                 key = conversation.prompt_key() if self.config.dedupe == "prompt" else conversation.whole_key()
                 if key in self.seen:
-                    report.duplicates += 1
+                    report.left_out["as duplicates"] += 1
                     continue
                 self.seen.add(key)
             if tokens is not None and self.tokenizer is not None:
                 try:
                     if len(all_tokens(self.tokenizer, conversation)) not in tokens:
-                        report.by_tokens += 1
+                        report.left_out["by number of tokens"] += 1
                         continue
                 except DataError as e:
                     self._leave_out(e, source)
@@ -245,7 +246,7 @@ class _Reading:
         """Count an unusable row. Raises the error if such rows may not be left out."""
         if not self._lenient(source):
             raise error
-        self.report.unusable += 1
+        self.report.left_out["unusable"] += 1
         self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
 
     def _few_keys(self, source: Source) -> list[int]:
@@ -323,23 +324,11 @@ def parse_range(text: str, flag: str) -> range | None:
 @dataclass
 class ReadReport:
     kept: int = 0
-    unusable: int = 0
     first_unusable: str = ""
-    by_turns: int = 0
-    by_tokens: int = 0
-    duplicates: int = 0
-
-    @property
-    def left_out(self) -> int:
-        return self.unusable + self.by_turns + self.by_tokens + self.duplicates
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of conversations by reason."""
 
     def __str__(self) -> str:
-        left_out = {
-            "unusable": self.unusable,
-            "by number of turns": self.by_turns,
-            "by number of tokens": self.by_tokens,
-            "as duplicates": self.duplicates,
-        }
-        reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
-        first = f"\n  the first unusable row: {self.first_unusable}" if self.unusable else ""
+        reasons = ", ".join(f"{count:,} {why}" for why, count in self.left_out.most_common())
+        first = f"\n  the first unusable row: {self.first_unusable}" if self.first_unusable else ""
         return f"{counted(self.kept, 'conversation')} read" + (f"; left out: {reasons}{first}" if reasons else "")

@@ -114,14 +114,14 @@ def test_turns_and_tokens_are_kept_within_their_ranges(tmp_path: Path) -> None:
     report = ReadReport()
     conversations = list(read_conversations(DataConfig((spec,), seed=None, keep_turns="2:3"), "all", report=report))
     assert [c.turns for c in conversations] == [2, 3, 0]
-    assert (report.kept, report.by_turns) == (3, 3)
+    assert (report.kept, report.left_out["by number of turns"]) == (3, 3)
     assert "3 conversations read; left out: 3 by number of turns" in str(report)
     tokenizer = load_tokenizer(EMBEDDED_TARGET)
     lengths = [len(all_tokens(tokenizer, c)) for c in read_conversations(DataConfig((spec,), seed=None), "all")]
     config = DataConfig((spec,), seed=None, keep_tokens=f":{lengths[1]}")
     kept = read_conversations(config, "all", tokenizer, report)
     assert [len(all_tokens(tokenizer, c)) for c in kept] == [n for n in lengths if n <= lengths[1]]
-    assert report.by_tokens == sum(n > lengths[1] for n in lengths)
+    assert report.left_out["by number of tokens"] == sum(n > lengths[1] for n in lengths)
     with pytest.raises(ConfigError, match="--keep-tokens needs a model"):
         next(read_conversations(config, "all"))
 
@@ -138,7 +138,7 @@ def test_duplicates_are_left_out_whatever_their_case_and_spaces(tmp_path: Path) 
     spec = write(tmp_path / "x.jsonl", *({"prompt": p, "completion": c} for p, c in rows))
     report = ReadReport()
     assert texts(spec, seed=None, dedupe="prompt", report=report) == ["Say  hi", "Other"]
-    assert report.duplicates == 3
+    assert report.left_out["as duplicates"] == 3
     assert texts(spec, seed=None, dedupe="conversation") == ["Say  hi", "say hi", "Other"]
     assert len(texts(spec, spec, seed=None, dedupe="conversation")) == 3, "sources share what has been seen"
     assert len(texts(spec, seed=None)) == 5
@@ -171,5 +171,5 @@ def test_rows_that_cannot_be_used_may_be_left_out(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "a"}\n{"q": 1}\nnonsense\n\n{"text": "\xff"}\n{"text": "b\xc3\xa9"}\n')
     report = ReadReport()
     assert texts(str(path), seed=None, skip_bad=True, report=report) == ["a", "bé"]
-    assert report.unusable == 4
+    assert report.left_out["unusable"] == 4
     assert f"the first unusable row: {path}:2: the row's keys (q)" in str(report)

@@ -195,8 +195,8 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
     length = min(config.data.max_length, target.context_length)
-    left_out = ReadReport()
-    conversations = read_conversations(data_config(config), learned_side(config), target.tokenizer, left_out)
+    read = ReadReport()
+    conversations = read_conversations(data_config(config), learned_side(config), target.tokenizer, read)
     rendered, report = render_all(target.tokenizer, conversations, length, config.data.filters.skip_bad)
     notes = report.notes(target.name)
     if not rendered:
@@ -206,7 +206,7 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
         )
     for note in notes if progress else ():
         print(note, file=sys.stderr)
-    return rendered, left_out.left_out + report.unusable + report.empty
+    return rendered, read.left_out.total() + report.unusable + report.empty
 
 
 def _from_shards(target: Target, config: TrainSettings, head: DraftHead | None) -> TrainData:
