@@ -20,6 +20,7 @@ from eagle_mlx.progress import tokens_per_second
 
 from ..config import SELF, TrainConfig, flag
 from ..run import BEST
+from . import CardOptions
 from .bundle import PLOTS, HeadFiles
 
 _SHOWN = {"left_out_looping", "temperature", "acceptance_length", "acceptance_by_position"}
@@ -205,22 +206,17 @@ def training_data(source: HeadFiles) -> str:
     return f"{sources}: {amount}" if amount else sources
 
 
-def make_card(
-    source: HeadFiles, repo: str, base: str, license: tuple[str, str | None, str | None], figures: Sequence[Figures]
-) -> ModelCard:
-    """Return the card of a head published as `repo` for the model `base`.
-
-    license: its name on the hub, and a title and a link if that is `other`.
-    """
+def make_card(source: HeadFiles, repo: str, base: str, options: CardOptions, figures: Sequence[Figures]) -> ModelCard:
+    """Return the card of a head published as `repo` for the model `base`."""
     quantization = quantization_of(source.head)
     bits = [f"{quantization['bits']}-bit"] if quantization is not None else []
     data = ModelCardData(
         base_model=base,
         datasets=data_sets(source) or None,
         library_name="mlx",
-        license=license[0],
-        license_name=license[1],
-        license_link=license[2],
+        license=options.license,
+        license_name=options.license_name,
+        license_link=options.license_link,
         pipeline_tag="text-generation",
         tags=[source.kind.name, "speculative-decoding", "mlx", *source.servers, *bits],
     )

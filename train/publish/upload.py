@@ -37,12 +37,11 @@ def run(options: PublishOptions) -> None:
 def _card(source: HeadFiles, options: PublishOptions, base: str) -> ModelCard:
     """Return the head's card. Raises ConfigError if the report or the figures are not as they were written."""
     repo, target = options.repo, source.trained_on or base
-    license = (options.card.license or "", options.card.license_name, options.card.license_link)
     try:
         held_out = of_training(source, target)
         figures = [held_out] if held_out is not None else []
         figures += [of_bench(file, source, repo, target) for file in options.card.figures]
-        return make_card(source, repo, base, license, figures)
+        return make_card(source, repo, base, options.card, figures)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, TemplateError) as e:
         files = [source.folder.parent / REPORT] if source.report else []
         named = " or ".join(map(str, [*files, *options.card.figures]))
