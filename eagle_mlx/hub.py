@@ -124,9 +124,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 @cache
 def recorded_heads() -> dict[str, dict[str, str]]:
-    """Return the rows of the table of published heads, in which fields may be `UNKNOWN`, by hub id in lower case."""
-    table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
-    return {head["head"].lower(): head for heads in table.values() for head in heads}
+    """Return the rows of the table of published heads by hub id in lower case; what is not recorded is `UNKNOWN`."""
+    table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))
+    facts = dict.fromkeys(("license", "size", "revision"), UNKNOWN)
+    rows = ({**facts, **row, "target": target} for target, heads in table["heads"].items() for row in heads)
+    return {row["head"].lower(): {**row, "source": table["sources"][row["source"]].format(**row)} for row in rows}
 
 
 def _revision(repo: str) -> str | None:

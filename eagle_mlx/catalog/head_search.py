@@ -8,12 +8,10 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import yaml
 
 from eagle_mlx import hub
 from eagle_mlx.catalog import embedded, is_embedded_target
@@ -256,14 +254,8 @@ class KnownHead:
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
-    table = yaml.safe_load(hub.KNOWN_HEADS.read_text(encoding="utf-8"))
-    heads = []
-    for target, rows in table["heads"].items():
-        for row in rows:
-            source = table["sources"][row["source"]].format(head=row["head"])
-            facts = row["kind"], row["license"], source, row["size"], row["revision"]
-            heads.append(KnownHead(target, row["head"], *facts))
-    return tuple(heads)
+    names = [fact.name for fact in fields(KnownHead)]
+    return tuple(KnownHead(**{name: row[name] for name in names}) for row in hub.recorded_heads().values())
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded, head_search
@@ -27,7 +26,7 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.heads import KINDS
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.hub import KNOWN_HEADS, UNKNOWN, full_id
+from eagle_mlx.hub import UNKNOWN, full_id
 from eagle_mlx.target import fingerprint
 from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden
@@ -58,13 +57,11 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
         assert head.kind in KINDS
         assert head.source.startswith("https://")
     assert len({(head.target, head.head) for head in heads}) == len(heads)
-    revisions = {head.head: head.revision for head in heads}
-    for rows in yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"].values():
-        for row in rows:
-            assert em.hub.recorded_heads()[row["head"].lower()]["revision"] == revisions[row["head"]] == row["revision"]
-            assert ("license_from" in row) == (row["license"] != UNKNOWN), row
-            assert row["revision"] == UNKNOWN or re.fullmatch("[0-9a-f]{40}", row["revision"]), row
-            assert row["size"] == UNKNOWN or re.fullmatch(r"[\d.]+ GB", row["size"]), row
+    for head, row in zip(heads, em.hub.recorded_heads().values(), strict=True):
+        assert (head.head, head.revision) == (row["head"], row["revision"])
+        assert ("license_from" in row) == (row["license"] != UNKNOWN), row
+        assert row["revision"] == UNKNOWN or re.fullmatch("[0-9a-f]{40}", row["revision"]), row
+        assert row["size"] == UNKNOWN or re.fullmatch(r"[\d.]+ GB", row["size"]), row
 
 
 @pytest.mark.parametrize(
