@@ -163,35 +163,21 @@ def announce(repo: str, name: str, licenses: Collection[str] = ()) -> None:
         raise EagleError(f"its license is {license_id}, so it is fetched only if you name it")
 
 
-def quick_file(repo: str, file: str) -> Path:
-    """Return a file from the hub's cache, or fetch it (`fetch_file`)."""
-    cached_file = huggingface_hub.try_to_load_from_cache(repo, file)
-    fetched = Path(cached_file) if isinstance(cached_file, str) else fetch_file(repo, file)
-    assert fetched is not None, "a required file"
-    return fetched
+def fetch_file(repo: str, file: str, commit: str | None = None) -> Path:
+    """Return one file of a repository from the hub's cache, or fetch it.
 
-
-def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:
-    """Return one file of a repository, fetching it if necessary; None if it does not exist and is not `required`.
-
-    Without a network, a file that is not cached counts as missing. Raises UnreachableError if the hub does not answer
-    at once, EagleError as in `resolve`.
+    Raises UnreachableError if the hub does not answer at once, EagleError as in `resolve` and if there is no such file.
     """
-    try:
-        with _asking(repo, repo, f"{file} of {repo}"):
-            try:
-                if not isinstance(huggingface_hub.try_to_load_from_cache(repo, file, revision=commit), str):
-                    url = huggingface_hub.hf_hub_url(repo, file, revision=commit)
-                    huggingface_hub.get_hf_file_metadata(url, timeout=_QUICK)  # a download would ask for 23 s
-                return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
-            except errors.RemoteEntryNotFoundError as e:
-                if not required:
-                    return None
-                raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
-    except UnreachableError:
-        if required:
-            raise
-        return None
+    with _asking(repo, repo, f"{file} of {repo}"):
+        cached_file = huggingface_hub.try_to_load_from_cache(repo, file, revision=commit)
+        if isinstance(cached_file, str):
+            return Path(cached_file)
+        try:
+            url = huggingface_hub.hf_hub_url(repo, file, revision=commit)
+            huggingface_hub.get_hf_file_metadata(url, timeout=_QUICK)  # a download would ask for 23 s
+            return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
+        except errors.RemoteEntryNotFoundError as e:
+            raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
 
 
 @contextmanager

@@ -139,9 +139,7 @@ def _published(name: str) -> head_search.KnownHead | None:
 
 def _check_size(repo: str) -> None:
     """Raise ConfigError if `repo` is a whole model. Downloads only its config."""
-    config = hub.fetch_file(repo, "config.json")
-    assert config is not None
-    layers = read_config(config.parent).get("num_hidden_layers")
+    layers = read_config(hub.fetch_file(repo, "config.json").parent).get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ConfigError(
             f"{repo} is a model with {layers} layers, not a head, and no head is known for it; see `eagle-heads list`"

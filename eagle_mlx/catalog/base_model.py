@@ -58,7 +58,7 @@ def check_width(given: str, width: int, online: bool = True) -> None:
     """
     place, folder = Path(given).expanduser(), None
     with suppress(EagleError):
-        folder = place if place.is_dir() else hub.quick_file(given, "config.json").parent if online else None
+        folder = place if place.is_dir() else hub.fetch_file(given, "config.json").parent if online else None
     folder = folder or hub.cached(given)
     config = read_config(folder) if folder is not None else {}
     size = (config.get("text_config") or config).get("hidden_size")
@@ -92,8 +92,7 @@ def _card(target: str, folder: Path) -> dict[str, Any]:
     """Return the metadata of a model's card; empty if there is no card, or if it cannot be read or fetched."""
     repo = None if Path(target).expanduser().is_dir() else hub.hub_id(target)
     try:
-        file = hub.fetch_file(repo, _CARD, folder.name, required=False) if repo else folder / _CARD
-        return _read(file) if file else {}
+        return _read(hub.fetch_file(repo, _CARD, folder.name) if repo else folder / _CARD)
     except EagleError:
         return {}
 

@@ -49,8 +49,7 @@ def test_the_head_of_a_published_model(name: str, tmp_path: Path, capsys: pytest
     out = tmp_path / "out"
     assert main(["mtp", "--source", str(source), "--output", str(out), "--dtype", "float32"]) == 0
     printed = capsys.readouterr()
-    assert "norms" in printed.err
-    assert "reads the target's hidden state after its final norm" in printed.err
+    assert ("norms have a mean" in printed.err) == ("qwen3" in name)
     assert "EAGLE-MLX loads it" in printed.out
     head = load_head(out, golden.TARGET)
     assert golden.difference(name, head) < golden.CLOSE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import mlx.core as mx
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_width
 from eagle_mlx.catalog.head_search import register
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.mtp_layers import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
 from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
-from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
+from eagle_mlx.heads.mtp import mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.target import load_target
@@ -163,7 +164,7 @@ def extract(options: Extraction, say: Callable[[str], None]) -> str:
     folder = _mtp_folder(options.source, options.index)
     say(f"reading MTP layer {options.index} of {options.source}")
     head, notes = mtp_of_model(folder, options.index, target_norm=options.hidden == "after")
-    for line in [*notes, *choices_of(head, any("norms" in note for note in notes))]:
+    for line in notes:
         say(line)
     dtype = DTYPES[options.dtype] if options.dtype else _dtype_of(read_config(folder))
     if options.bits is not None and head.config.quantization is None:
@@ -191,12 +192,18 @@ def _mtp_folder(source: str, index: int) -> Path:
     if repo is None:
         return hub.resolve(source)
     config = hub.fetch_file(repo, "config.json")
-    assert config is not None
     folder, commit = config.parent, config.parent.name
     with reading(config):
         prefix = mtp_prefix(read_config(folder), index)
-    if hub.fetch_file(repo, SIDECAR, commit, required=False) is None:
-        listed = hub.fetch_file(repo, INDEX, commit, required=False)
+    if _optional(repo, SIDECAR, commit) is None:
+        listed = _optional(repo, INDEX, commit)
         for shard in ["model.safetensors"] if listed is None else shards_of(repo, read_index(listed), prefix):
             hub.fetch_file(repo, shard, commit)
     return folder
+
+
+def _optional(repo: str, file: str, commit: str) -> Path | None:
+    """Return a file that a repository may lack; None if it cannot be fetched."""
+    with suppress(EagleError):
+        return hub.fetch_file(repo, file, commit)
+    return None

@@ -185,7 +185,7 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
 
 def _published(repo: str) -> Mapping[str, Any]:
     """Return the fields of a model's config.json on the hub. Raises UnreachableError if the hub does not answer."""
-    model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
+    model = json.loads(hub.fetch_file(repo, "config.json").read_text(encoding="utf-8"))
     form = model.get("quantization") or {}
     return {**model, "quantization": {key: form[key] for key in ("group_size", "bits", "mode") if key in form}}
 
