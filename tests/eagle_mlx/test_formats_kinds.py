@@ -22,7 +22,6 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.eagle3.formats import load_speculators, save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model
 from eagle_mlx.heads.mtp.formats import quantized, save_speculators_mtp, save_split
-from eagle_mlx.heads.mtp.published import mtp_of_tensors
 from eagle_mlx.target import load_target
 from tests.eagle_mlx.heads import ALL, KINDS, dflash, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder
@@ -70,7 +69,7 @@ def test_the_round_trip_through_speculators_is_exact(name: str, tmp_path: Path) 
     again = load_head(tmp_path / "s", TARGET)
     assert again.config == head.config
     assert same_weights(again, head, mx.bfloat16)
-    assert (again.d2t is None) == (head.d2t is None)
+    assert (again.token_ids is None) == (head.token_ids is None)
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [k + 1 for k in head.config.aux_layers]
     assert config["speculators_config"]["verifier"] == {
@@ -351,11 +350,15 @@ def test_published_models_that_lack_something(drop: str, message: str, tmp_path:
         mtp_of_model(tmp_path / "m")
 
 
-def test_models_whose_layers_are_not_known() -> None:
-    with pytest.raises(ConfigError, match="model_type gpt2 are not supported"):
-        mtp_of_tensors({"model_type": "gpt2"}, {})
-    with pytest.raises(ConfigError, match="mlx-lm cannot use the config"):
-        mtp_of_tensors(
-            {"model_type": "glm4_moe", "num_hidden_layers": 1},
-            {"model.layers.1.enorm.weight": mx.zeros(3)},
-        )
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type gpt2 are not supported"),
+        ({"model_type": "glm4_moe", "num_hidden_layers": 1}, "mlx-lm cannot use the config"),
+    ],
+)
+def test_models_whose_layers_are_not_known(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"model.layers.1.enorm.weight": mx.zeros(3)})
+    with pytest.raises(CheckpointError, match=message):
+        mtp_of_model(tmp_path)

@@ -3,8 +3,8 @@
 from eagle_mlx.heads.base import HeadKind
 from eagle_mlx.heads.mtp.formats import FORMATS, save_mtp
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
-from eagle_mlx.heads.mtp.published import choices_of, mtp_of_model
+from eagle_mlx.heads.mtp.published import mtp_of_model
 
 KIND = HeadKind("mtp", "MTP", MTPHead, FORMATS, mode="mtp")
 
-__all__ = ["MTPConfig", "MTPHead", "choices_of", "mtp_of_model", "save_mtp"]
+__all__ = ["MTPConfig", "MTPHead", "mtp_of_model", "save_mtp"]

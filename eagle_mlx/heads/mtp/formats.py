@@ -12,7 +12,6 @@ step reads the output after the head's norm. Source: mlx-vlm 0.7.10 (tests/golde
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -189,13 +188,10 @@ def _angles(config: MTPConfig) -> dict[str, Any]:
     return {"rope_parameters": {"type": "default", **angles, "mrope_section": [int(share * size) // 2, 0, 0]}}
 
 
-def _is_split(config: Mapping[str, Any], _: object) -> bool:
-    return config.get("model_type") == MODEL_TYPE
-
-
 _OF_SPECULATORS = of_speculators("mtp"), load_speculators_mtp, save_speculators_mtp
+_SPLIT = (lambda config, _: config.get("model_type") == MODEL_TYPE), load_split, save_split
 FORMATS = (
     Format("mtp", "EAGLE-MLX", (), lambda config, _: FIELD in config, load_mtp, save_mtp),
     Format("speculators", "speculators", ("speculators",), *_OF_SPECULATORS),
-    Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), _is_split, load_split, save_split),
+    Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), *_SPLIT),
 )

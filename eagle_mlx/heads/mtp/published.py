@@ -47,46 +47,33 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
     config = read_config(folder)
     with reading(folder / "config.json"):
         prefix = mtp_prefix(config, index)
-        tensors = read_layer_tensors(folder, prefix)
-        if not any(name.startswith(prefix) for name in tensors):
-            raise no_layer(folder, prefix)
-        made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
-    return build(folder, MTPHead, made, weights), notes
-
-
-def mtp_of_tensors(
-    config: Mapping[str, Any], tensors: Tensors, index: int = 0, target_norm: bool = True
-) -> tuple[MTPConfig, Tensors, list[str]]:
-    """Return a head's config, weights and notes from a published model's config.json and tensors.
-
-    Raises ConfigError if the architecture is unknown, CheckpointError if there is no MTP layer.
-    """
-    file, layer = layer_of(config)
-    of_deepseek = file in ("deepseek_v3", "glm4_moe")
-    own, quantization = common_quantization(config, _under(tensors, mtp_prefix(config, index)))
-    if of_deepseek:
-        inner = _renamed(read_layer(file, layer, own), _DEEPSEEK)
-    else:
-        inner = _stacked(_renamed(own, MIMO) if file == "mimo" else _of_qwen(own, index))
-    inner, of_ends = _without_copies(inner, tensors)
-    inner, of_norms = _plain_norms(file, inner)
-    made = MTPConfig(
-        model_type=file,
-        layer=layer,
-        hidden_first=file == "mimo",
-        target_norm=target_norm,
-        norm_output=not of_deepseek,
-        own_embedding="embed_tokens.weight" in inner,
-        own_lm_head="lm_head.weight" in inner,
-        quantization=quantization,
-    )
-    return made, inner, of_norms + of_ends
+        tensors, (file, layer) = read_layer_tensors(folder, prefix), layer_of(config)
+        own, quantization = common_quantization(config, _under(tensors, prefix, folder))
+        of_deepseek = file in ("deepseek_v3", "glm4_moe")
+        if of_deepseek:
+            inner = _renamed(read_layer(file, layer, own), _DEEPSEEK)
+        else:
+            inner = _stacked(_renamed(own, MIMO) if file == "mimo" else _of_qwen(own, index))
+        inner, of_ends = _without_copies(inner, tensors)
+        inner, of_norms = _plain_norms(file, inner)
+        made = MTPConfig(
+            model_type=file,
+            layer=layer,
+            hidden_first=file == "mimo",
+            target_norm=target_norm,
+            norm_output=not of_deepseek,
+            own_embedding="embed_tokens.weight" in inner,
+            own_lm_head="lm_head.weight" in inner,
+            quantization=quantization,
+        )
+    return build(folder, MTPHead, made, inner), of_norms + of_ends
 
 
 def mtp_of_speculators(config: Mapping[str, Any], tensors: Tensors) -> tuple[MTPConfig, Tensors]:
-    """Do the same for a speculators checkpoint, which uses the target's hidden states before the final norm.
+    """Return a head's config and weights from a speculators checkpoint, which reads the target before its final norm.
 
-    `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError and CheckpointError likewise.
+    `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError if the architecture is unknown,
+    CheckpointError if there is no MTP layer.
     """
     layer = dict(config.get("transformer_layer_config") or {})
     file = file_of(layer.get("model_type"))
@@ -113,10 +100,10 @@ def split_layer(layer: Mapping[str, Any], tensors: Tensors) -> tuple[str, Tensor
     return file, _plain_norms(file, inner)[0] if any(name.startswith("mtp.") for name in tensors) else inner
 
 
-def _under(tensors: Tensors, prefix: str) -> Tensors:
+def _under(tensors: Tensors, prefix: str, where: str | Path = "the checkpoint") -> Tensors:
     own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if not own:
-        raise no_layer("the checkpoint", prefix)
+        raise no_layer(where, prefix)
     return own
 
 
@@ -232,15 +219,3 @@ def _plain_norms(file: str, inner: Tensors) -> tuple[Tensors, list[str]]:
             kind = "zero-centered, one was added"
         notes.append(f"{what} norms have a mean of {mean:.2f}: {kind}")
     return inner, notes
-
-
-def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
-    """Describe the decisions made for a head. `norms_told` means that notes already cover its norms."""
-    config = head.config
-    first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
-    return [
-        *([] if norms_told else [f"norms: not changed; those of {config.model_type} multiply by their weights"]),
-        f"the projection reads the {first} before the {second}",
-        f"the head reads the target's hidden state {'after' if config.target_norm else 'before'} its final norm",
-        f"the next step reads the output {'after' if config.norm_output else 'before'} the head's norm",
-    ]
