@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -103,39 +102,27 @@ def widened(bits: Bits) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def blocks(hidden_size: int) -> int:
-    """Return the number of scales for one layer of one token."""
-    return -(-hidden_size // BLOCK)
+def block_size(hidden_size: int) -> int:
+    """Return how many values share a scale: `BLOCK`, or all of a layer's if its size is not a multiple of that."""
+    return BLOCK if hidden_size % BLOCK == 0 else hidden_size
 
 
 def quantize(states: Bits, hidden_size: int) -> tuple[NDArray[np.int8], Bits]:
-    """Quantize finite states [T, n * H] to integers [T, n * H] and scales [T, n * blocks(H)]."""
-    parts = _in_blocks(widened(states), hidden_size)
+    """Quantize finite states [T, n * H] to integers [T, n * H] and scales [T, n * H / block_size(H)]."""
+    size = block_size(hidden_size)
+    parts = widened(states).reshape(len(states), states.shape[1] // size, size)
     exact = np.abs(parts).max(-1) / np.float32(127)
     scales = (exact.view(np.uint32) >> 16).astype(np.uint16)
     scales += widened(scales) < exact  # the next larger number, so that no integer exceeds 127
     divisors = np.where(scales == 0, np.float32(1), widened(scales))
-    return _joined(np.rint(parts / divisors[..., None]).astype(np.int8), hidden_size), scales
+    return np.rint(parts / divisors[..., None]).astype(np.int8).reshape(states.shape), scales
 
 
 def dequantize(integers: NDArray[np.int8], scales: Bits, hidden_size: int) -> Bits:
     """Return the states [T, n * H]."""
-    parts = _in_blocks(integers.astype(np.float32), hidden_size)
+    parts = integers.astype(np.float32).reshape(*scales.shape, block_size(hidden_size))
     parts *= widened(scales)[..., None]
-    return _joined(rounded(parts), hidden_size)
-
-
-def _in_blocks(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
-    """Reshape [T, n * H] to [T, n * blocks(H), BLOCK], padding each layer's last block with zeros."""
-    rows, layers = len(states), states.shape[1] // hidden_size
-    padded = np.pad(states.reshape(rows, layers, hidden_size), ((0, 0), (0, 0), (0, -hidden_size % BLOCK)))
-    return padded.reshape(rows, layers * blocks(hidden_size), BLOCK)
-
-
-def _joined(parts: NDArray[Any], hidden_size: int) -> NDArray[Any]:
-    rows, layers = len(parts), parts.shape[1] // blocks(hidden_size)
-    padded = parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)
-    return padded[..., :hidden_size].reshape(rows, layers * hidden_size)
+    return rounded(parts).reshape(integers.shape)
 
 
 def features_of(states: mx.array, hidden_size: int) -> mx.array:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import ConfigError, OutputError, ShardError
 from eagle_mlx.files import FINDER, PART, check_free, locked, swap, sync_folder, write_whole
-from eagle_mlx.hidden_states import Bits, Example, HiddenStates, blocks, dequantize, quantize
+from eagle_mlx.hidden_states import Bits, Example, HiddenStates, block_size, dequantize, quantize
 
 BITS = (16, 8)
 SUFFIX = ".safetensors"
@@ -127,7 +127,8 @@ class Manifest:
 
 def bytes_per_token(meta: ShardMeta) -> int:
     """Return the bytes on disk per token, without headers: its id, its mask, and the aux and last layers' states."""
-    layer = 2 * meta.hidden_size if meta.bits == 16 else meta.hidden_size + 2 * blocks(meta.hidden_size)
+    size = meta.hidden_size
+    layer = 2 * size if meta.bits == 16 else size + 2 * (size // block_size(size))
     return 4 + 1 + layer * (len(meta.aux_layers) + 1)
 
 

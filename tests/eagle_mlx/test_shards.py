@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError, OutputError, ShardError
-from eagle_mlx.hidden_states import BLOCK, HiddenStates, blocks, dequantize, quantize, rounded, widened
+from eagle_mlx.hidden_states import HiddenStates, block_size, dequantize, quantize, rounded, widened
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from tests.eagle_mlx.shard_samples import META, same, sample, write, write_all
 from tests.full import some
@@ -62,14 +62,15 @@ def test_eight_bits_are_off_by_half_a_step_at_most(
 ) -> None:
     exact = states(rows, layers, hidden, seed, spread)
     integers, scales = quantize(exact, hidden)
+    size = block_size(hidden)
     assert (integers.dtype, integers.shape) == (np.int8, exact.shape)
-    assert (scales.dtype, scales.shape) == (np.uint16, (rows, layers * blocks(hidden)))
+    assert (scales.dtype, scales.shape) == (np.uint16, (rows, layers * hidden // size))
     back = dequantize(integers, scales, hidden)
     assert (back.dtype, back.shape) == (np.uint16, exact.shape)
     assert np.isfinite(widened(back)).all()
     for layer in range(layers):
-        for start in range(0, hidden, BLOCK):
-            at = slice(layer * hidden + start, layer * hidden + min(start + BLOCK, hidden))
+        for start in range(0, hidden, size):
+            at = slice(layer * hidden + start, layer * hidden + start + size)
             block, restored = (widened(x)[:, at].astype(np.float64) for x in (exact, back))
             largest = np.abs(block).max(1, keepdims=True)
             step = largest / 127 * (1 + 2**-7)
