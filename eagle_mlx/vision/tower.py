@@ -150,11 +150,13 @@ class Vision:
             first, end = places[0], places[-1] + 1
             text = processor.tokenizer.decode([*ids[: first + 1], *ids[end:]], skip_special_tokens=False)
             digest = hashlib.blake2b(self._identity + repr(image.size).encode() + image.tobytes()).digest()
-        grid = None
+        vision, grid = self._config["vision_config"], None
         if self._family.has_axes:
             sides = np.array(inputs["image_grid_thw"])[0].tolist()[1:]
-            grid = sides[0] // self._merged, sides[1] // self._merged
-        nbytes = (1 + self._deepstack) * (end - first) * self._width * self._dtype.size
+            merged = int(vision.get("spatial_merge_size", 2))  # the patches that become one token, per side
+            grid = sides[0] // merged, sides[1] // merged
+        adding = len(vision.get("deepstack_visual_indexes", ()))  # layers to whose outputs it adds features
+        nbytes = (1 + adding) * (end - first) * self._width * self._dtype.size
         is_block = self._config["text_config"].get("use_bidirectional_attention") == "vision"
         return ImageTokens(text, ids[first:end], digest, nbytes, is_block, grid), inputs
 
@@ -189,16 +191,6 @@ class Vision:
     @property
     def _family(self) -> Family:
         return FAMILIES[self._config["model_type"]]
-
-    @property
-    def _merged(self) -> int:
-        """The patches of an image that become one token, per side."""
-        return int(self._config["vision_config"].get("spatial_merge_size", 2))
-
-    @property
-    def _deepstack(self) -> int:
-        """The number of layers to whose output an image adds features."""
-        return len(self._config["vision_config"].get("deepstack_visual_indexes", ()))
 
     @property
     def _sections(self) -> list[int]:
