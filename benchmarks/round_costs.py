@@ -128,7 +128,7 @@ class Version:
             target_hidden_size=1024,
             aux_layers=heads.default_aux_layers(self.target.num_layers),
         )
-        self.head: Any = heads.Eagle3Head(config, mx.zeros((drafted,), mx.int32))
+        self.head: Any = heads.Eagle3Head(config, mx.arange(drafted, dtype=mx.int32))
         in_four_bits(self.head)
         if weights is not None:
             self.head.update(tree_map(lambda x: x, weights))

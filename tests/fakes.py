@@ -129,11 +129,11 @@ def tiny_head(target: Target, seed: int = 0, draft_vocab: int | None = None) -> 
         target_hidden_size=target.hidden_size,
         aux_layers=default_aux_layers(target.num_layers),
     )
-    d2t = None
+    token_ids = None
     if size < target.vocab_size:
         kept = np.sort(np.random.default_rng(seed).choice(target.vocab_size, size, replace=False))
-        d2t = mx.array(kept - np.arange(size), mx.int32)
-    head = Eagle3Head(config, d2t)
+        token_ids = mx.array(kept, mx.int32)
+    head = Eagle3Head(config, token_ids)
     randomize(head, seed + 1, 0.2)
     return head
 

@@ -39,13 +39,13 @@ class HeadBase(nn.Module, Generic[Config]):
     embed_tokens: nn.Embedding  # only if the head has its own embedding
     draft_window: int | None = None  # positions of the text that its drafts saw in training, if not all
 
-    def __init__(self, config: Config, d2t: mx.array | None = None):
-        """`d2t` [draft_vocab_size]: target id minus draft id for each draft id; None if the vocabularies are equal."""
+    def __init__(self, config: Config, token_ids: mx.array | None = None):
+        """`token_ids` [draft_vocab_size] int32: the target id of each draft id; None if the vocabularies are equal."""
         super().__init__()
-        if (d2t is None) != (getattr(config, "draft_vocab_size", config.vocab_size) == config.vocab_size):
-            raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        if (token_ids is None) != (getattr(config, "draft_vocab_size", config.vocab_size) == config.vocab_size):
+            raise ConfigError("a head needs token_ids exactly when its draft vocabulary is smaller than the target's")
         self.config = config
-        self._token_ids = None if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
+        self._token_ids = token_ids
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
@@ -92,11 +92,6 @@ class HeadBase(nn.Module, Generic[Config]):
     def use_vocabulary(self, token_ids: mx.array | None) -> None:
         """Draft other tokens of the target, as many as before."""
         self._token_ids = token_ids
-
-    @property
-    def d2t(self) -> mx.array | None:
-        """[draft vocabulary] int32, target id minus draft id for each draft id; None if they are the same."""
-        return None if self._token_ids is None else self._token_ids - mx.arange(self._token_ids.size, dtype=mx.int32)
 
     @property
     def reads_images(self) -> bool:
@@ -197,9 +192,9 @@ def build(
     `in_file` maps a parameter's name to the one in the file. Raises CheckpointError if config and tensors do not fit.
     """
     size = config.vocab_size
-    d2t = take_draft_vocabulary(folder, tensors, size, getattr(config, "draft_vocab_size", size))
+    token_ids = take_draft_vocabulary(folder, tensors, size, getattr(config, "draft_vocab_size", size))
     with reading(folder / "config.json"):
-        head: H = head_class(config) if d2t is None else head_class(config, d2t)
+        head: H = head_class(config) if token_ids is None else head_class(config, token_ids)
         if config.quantization is not None:
             nn.quantize(head, **config.quantization, class_predicate=lambda path, _: f"{path}.scales" in tensors)
     fill(folder, head, tensors, in_file)
@@ -207,7 +202,7 @@ def build(
 
 
 def take_draft_vocabulary(where: Path, tensors: Tensors, vocab_size: int, draft_vocab_size: int) -> mx.array | None:
-    """Remove d2t and t2d from the tensors; return d2t, int32 [Vd], or None if the vocabularies are equal.
+    """Remove d2t and t2d from the tensors; return token ids, int32 [Vd], or None if the vocabularies are equal.
 
     Raises CheckpointError if the maps are missing, damaged or inconsistent.
     """
@@ -229,7 +224,7 @@ def take_draft_vocabulary(where: Path, tensors: Tensors, vocab_size: int, draft_
         raise CheckpointError(f"d2t in {where} does not give ascending ids of a vocabulary of {vocab_size}")
     if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
         raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")
-    return None if d2t is None or draft_vocab_size == vocab_size else d2t.astype(mx.int32)
+    return None if d2t is None or draft_vocab_size == vocab_size else mx.array(kept, mx.int32)
 
 
 def vocabulary_tensors(head: DraftHead) -> Tensors:

@@ -40,7 +40,7 @@ def eagle(target: Target, seed: int = 0, **fields: Any) -> EagleHead:
 def eagle3(target: Target, seed: int = 0, draft_vocab: int | None = None, **fields: Any) -> Eagle3Head:
     plain = tiny_head(target, seed, draft_vocab)
     config = replace(plain.config, **fields)
-    head = Eagle3Head(config, plain.d2t)
+    head = Eagle3Head(config, plain.token_ids)
     randomize(head, seed, 0.2)
     return head
 
@@ -74,7 +74,7 @@ def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
 def peagle(target: Target, seed: int = 0, **more: Any) -> PEagleHead:
     plain = tiny_head(target, seed, more.pop("draft_vocab", None))
     own = {field.name: getattr(plain.config, field.name) for field in fields(plain.config)}
-    head = PEagleHead(PEagleConfig(**{**own, "mask_token_id": 3, "num_hidden_layers": 2, **more}), plain.d2t)
+    head = PEagleHead(PEagleConfig(**{**own, "mask_token_id": 3, "num_hidden_layers": 2, **more}), plain.token_ids)
     randomize(head, seed, 0.2)
     return head
 
@@ -96,11 +96,11 @@ def dspark(target: Target, seed: int = 0, **fields: Any) -> DSparkHead:
     plain = fields.get("markov_head", "vanilla") is None
     markov = {} if plain else {"markov_head": "vanilla", "markov_rank": 32, "confidence_head": True}
     config = block_config(target, **{**markov, "first_slot_drafts": True, "block_size": 4, **fields})
-    d2t = None
+    token_ids = None
     if config.draft_vocab_size < target.vocab_size:
         kept = np.sort(np.random.default_rng(seed).choice(target.vocab_size, config.draft_vocab_size, replace=False))
-        d2t = mx.array(kept - np.arange(len(kept)), mx.int32)
-    head = DSparkHead(config, d2t)
+        token_ids = mx.array(kept, mx.int32)
+    head = DSparkHead(config, token_ids)
     randomize(head, seed, 0.2)
     return head
 

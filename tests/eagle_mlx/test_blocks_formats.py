@@ -64,9 +64,9 @@ def test_round_trips_are_exact(layout: tuple[str, str], name: str, tmp_path: Pat
     mine, theirs = weights_of(head), weights_of(again)
     assert mine.keys() == theirs.keys()
     assert all(mx.array_equal(mine[key].astype(mx.float16), value.astype(mx.float16)) for key, value in theirs.items())
-    assert (again.d2t is None) == (head.d2t is None)
-    if head.d2t is not None and again.d2t is not None:
-        assert mx.array_equal(again.d2t, head.d2t)
+    assert (again.token_ids is None) == (head.token_ids is None)
+    if head.token_ids is not None and again.token_ids is not None:
+        assert mx.array_equal(again.token_ids, head.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_the_round_trip_is_exact(tmp_path: Path, draft_vocab: int | None, dtype:
     head = saved(tmp_path / "a", draft_vocab, dtype=dtype)
     again = load_head(tmp_path / "a")
     assert again.config == head.config
-    assert (again.d2t is None) == (draft_vocab is None)
-    if again.d2t is not None and head.d2t is not None:
-        assert mx.array_equal(again.d2t, head.d2t)
+    assert (again.token_ids is None) == (draft_vocab is None)
+    if again.token_ids is not None and head.token_ids is not None:
+        assert mx.array_equal(again.token_ids, head.token_ids)
     for name, value in weights_of(head).items():
         assert mx.array_equal(weights_of(again)[name].astype(dtype), value.astype(dtype)), name
     save_eagle3(again, tmp_path / "b", target_name="tiny", dtype=dtype)

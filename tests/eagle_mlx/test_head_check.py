@@ -35,7 +35,7 @@ def shipped(**fields: Any) -> Eagle3Head:
     """Return the embedded head with wrong fields in its config."""
     head = heads.load_head(SHIPPED)
     assert isinstance(head, Eagle3Head)
-    misread = Eagle3Head(replace(head.config, **fields), head.d2t)
+    misread = Eagle3Head(replace(head.config, **fields), head.token_ids)
     misread.update(head.parameters(), strict=False)
     return misread
 

@@ -115,8 +115,8 @@ def test_decoding_leaves_the_head_that_is_trained_as_it_is() -> None:
     after = weights_of(head)
     assert floating(after) == {mx.float32}
     assert all(after[name] is value for name, value in before.items())
-    assert head.d2t is not None
-    assert head.d2t.dtype == mx.int32
+    assert head.token_ids is not None
+    assert head.token_ids.dtype == mx.int32
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -434,7 +434,7 @@ def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.Capt
     save_mtp(mtp(target), heads["mtp"], target_name="owner/tiny")
     save_speculators(other, heads["speculators"], target_name="owner/tiny")
     save_speculators_mtp(mtp(target, norm_output=True), heads["speculators-mtp"], target_name="owner/tiny")
-    several = Eagle3Head(replace(other.config, num_hidden_layers=2), other.d2t)
+    several = Eagle3Head(replace(other.config, num_hidden_layers=2), other.token_ids)
     save_eagle3(several, heads["layers"], target_name="owner/tiny")
     save_eagle3(peagle(target), heads["peagle"], target_name="owner/tiny")
     tags = {

@@ -61,7 +61,7 @@ def target() -> Target:
 def head(target: Target, request: pytest.FixtureRequest) -> Eagle3Head:
     """A head that feeds back its output, and one that feeds back its final norm's output."""
     plain = tiny_head(target, seed=4)
-    head = Eagle3Head(dataclasses.replace(plain.config, norm_output=request.param == "normed"), plain.d2t)
+    head = Eagle3Head(dataclasses.replace(plain.config, norm_output=request.param == "normed"), plain.token_ids)
     head.update(plain.parameters())
     return head
 

@@ -103,8 +103,8 @@ def with_vocabulary(head: Head, target: Target, kept: Kept, config: TrainSetting
         assert fit is not None, "a draft vocabulary has tokens"
         guess = rows[mx.array(new)] @ mx.array(fit[0])
         weights[name] = mx.where(had, weights[name][mx.array(place)], guess)
-    d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
-    changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), d2t)
+    token_ids = None if kept is None else mx.array(kept, mx.int32)
+    changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), token_ids)
     changed.load_weights(list(weights.items()))
     changed.attach(target)
     changed.draft_window = head.draft_window

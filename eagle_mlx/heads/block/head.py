@@ -20,8 +20,8 @@ from eagle_mlx.target import Target
 class BlockHead(HeadBase[BlockConfig]):
     """A head whose slots attend to the target's hidden states before the newest token, and to each other."""
 
-    def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
-        super().__init__(config, d2t)
+    def __init__(self, config: BlockConfig, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         size, eps = config.hidden_size, config.rms_norm_eps
         self._scale, self._softcap = 1.0, config.logit_softcap
         self._as_target = False

@@ -98,8 +98,8 @@ class DecoderLayer(PlainLayer):
 class Eagle3Head(HeadBase[Eagle3Config]):
     """An EAGLE-3 head. Its inputs are embeddings: the target's or, if it has one, from its own embedding."""
 
-    def __init__(self, config: Eagle3Config, d2t: mx.array | None = None):
-        super().__init__(config, d2t)
+    def __init__(self, config: Eagle3Config, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         size, eps = config.hidden_size, config.rms_norm_eps
         read = config.target_hidden_size * len(config.aux_layers)
         if config.norm_before_fc:
@@ -174,8 +174,8 @@ class PEagleHead(Eagle3Head):
 
     is_sequential = False
 
-    def __init__(self, config: PEagleConfig, d2t: mx.array | None = None):
-        super().__init__(config, d2t)
+    def __init__(self, config: PEagleConfig, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         self.mask_token_id = config.mask_token_id
         self.mask_hidden = mx.zeros((1, 1, config.target_hidden_size * len(config.aux_layers)))
 
@@ -210,7 +210,7 @@ def random_head(target: Target, draft_vocab: int | None = None) -> Eagle3Head:
             target_hidden_size=target.hidden_size,
             aux_layers=default_aux_layers(target.num_layers),
         ),
-        None if draft_vocab is None else mx.zeros((draft_vocab,), mx.int32),
+        None if draft_vocab is None else mx.arange(draft_vocab, dtype=mx.int32),
     )
     head.set_dtype(target.dtype)
     mx.eval(head.parameters())
