@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
-from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, side_branch_tree
+from eagle_mlx.proposers.drafting import Draws, draft_chain
 from eagle_mlx.target import Target, nbytes_of
 
 log = logging.getLogger("eagle_mlx.proposers")
@@ -133,11 +134,12 @@ class DraftModelState(ProposerState):
         drafting = mx.array(ready, mx.int32)
         if logits is None or not any(ready):
             return Draft(mx.zeros((len(ready), 0), mx.int32), drafting)
-        if plan.is_tree:
-            return self._tree(plan, logits, drafting, sampling, positions)
-        sampler = ChainSampler(sampling, positions, self.proposer.vocab_size, stop_below=plan.stop_below)
-        tokens = self._chain(plan.depth, logits, sampler)
-        return sampler.draft(tokens, len(tokens) * drafting)
+        chain = partial(self._chain, plan.depth, logits)
+        draft = draft_chain(plan, chain, drafting, sampling, positions, self.proposer.vocab_size)
+        stays = not self.cache.recurrent and not plan.is_tree  # accepted tokens of a tree may leave the chain
+        for text in self.texts:
+            text.drafted = draft.tokens.shape[1] - 1 if stays else 0
+        return draft
 
     def _chain(self, depth: int, first: mx.array, draws: Draws) -> list[mx.array]:
         """Draw tokens, the first by the logits [B, 1, V] after each row's newest token."""
@@ -152,8 +154,6 @@ class DraftModelState(ProposerState):
 
         tokens = draws.chain(depth, forward)
         self.cache.restore(committed)
-        for text in self.texts:
-            text.drafted = 0 if self.cache.recurrent else len(tokens) - 1
         return tokens
 
     def _fits(self, text: _RowText, depth: int = 0) -> bool:
@@ -165,17 +165,6 @@ class DraftModelState(ProposerState):
         most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
         pieces = [text.unread[:most] if self._fits(text) else [] for text in self.texts]
         return self._read(pieces) if any(pieces) else None
-
-    def _tree(
-        self, plan: Plan, first: mx.array, ready: mx.array, sampling: SamplingBatch, positions: mx.array
-    ) -> Draft:
-        """Draft a chain of the most likely tokens, with side branches. ready: [B] int32, 1 for rows that draft."""
-        scores = TreeScorer(sampling, positions, self.proposer.vocab_size)
-        self._chain(plan.depth, first, scores)
-        for text in self.texts:
-            text.drafted = 0  # accepted tokens may leave the chain
-        tokens, tree = side_branch_tree(scores.levels, plan.nodes, -(-plan.nodes // plan.depth), None)
-        return Draft(tokens, plan.nodes * ready, tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read unread tokens of each row; return logits [B, 1, V] after the last token of each row that has any."""

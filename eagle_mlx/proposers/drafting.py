@@ -19,7 +19,7 @@ from eagle_mlx.decoding.draft import Branches, Draft, Tree
 from eagle_mlx.decoding.filters import largest
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.plan import CONFIDENCE_LAG
+from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 
 Forward = Callable[[mx.array | None], mx.array]
 """Takes the newest tokens [B, 1], None before the first; returns logits [B, 1, Vd] for the next token."""
@@ -48,7 +48,7 @@ class Draws(ABC):
         stop_below: float | None = None,
     ):
         """positions: [B] int32, of the chain's first token; vocab and token_ids as in `draft_sample`."""
-        self._sampling, self._positions = sampling, positions
+        self.sampling, self._positions = sampling, positions
         self._vocab, self.token_ids = vocab, token_ids
         self._stop_below = stop_below
         self._surprises: list[mx.array] = []
@@ -62,7 +62,7 @@ class Draws(ABC):
 
     def changed(self, logits: mx.array, drafted: list[mx.array]) -> mx.array:
         """Return logits [B, 1, Vd] after these draft tokens with the requests' penalties and biases."""
-        changes = self._sampling.changes
+        changes = self.sampling.changes
         return logits if changes is None else changes(logits, drafted, self.token_ids)
 
     def chain(self, depth: int, forward: Forward) -> list[mx.array]:
@@ -72,7 +72,7 @@ class Draws(ABC):
             logits = self.changed(forward(tokens[-1] if tokens else None), tokens)
             tokens.append(self(logits, len(tokens)))
             if self._stop_below is not None:
-                surprise = surprise_of(logits, self._sampling)
+                surprise = surprise_of(logits, self.sampling)
                 self._surprises.append(self._surprises[-1] + surprise if self._surprises else surprise)
             mx.async_eval(tokens[-1], *self._surprises[-1:])
         return tokens
@@ -92,15 +92,16 @@ class ChainSampler(Draws):
 
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         at = self._positions[:, None]
-        if not self._sampling.all_greedy:  # greedy rows draw no noise
+        if not self.sampling.all_greedy:  # greedy rows draw no noise
             at = at + step
-        token, q = draft_sample(logits, self._sampling, at, self._vocab, self.token_ids)
+        token, q = draft_sample(logits, self.sampling, at, self._vocab, self.token_ids)
         self._kept += [] if q is None else [q]
         return token
 
-    def draft(self, tokens: list[mx.array], lengths: mx.array) -> Draft:
-        probs = mx.concatenate(self._kept[: len(tokens)], axis=1) if self._kept else None
-        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=self.confidences)
+    @property
+    def probs(self) -> mx.array | None:
+        """The distributions [B, k, V] float32 of all tokens; None if no row needs them."""
+        return mx.concatenate(self._kept, axis=1) if self._kept else None
 
 
 class TreeScorer(Draws):
@@ -109,7 +110,7 @@ class TreeScorer(Draws):
     def of(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Return `draft_scores` of nodes [B, n, Vd] at depth `step`, which share their noise."""
         at = self._positions[:, None] + step
-        return draft_scores(logits, self._sampling, at, self._vocab, self.token_ids)
+        return draft_scores(logits, self.sampling, at, self._vocab, self.token_ids)
 
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         self._kept.append(self.of(logits, step))
@@ -163,6 +164,32 @@ class TreeShape:
 
     def candidates(self, levels: int) -> int:
         return self.children + (levels - 1) * self.width * self.children
+
+
+def draft_chain(
+    plan: Plan,
+    draw: Callable[[Draws], list[mx.array]],
+    ready: mx.array,
+    sampling: SamplingBatch,
+    positions: mx.array,
+    vocab: int,
+    token_ids: mx.array | None = None,
+) -> Draft:
+    """Return the chain that `draw` draws, or, if the plan wants a tree, the best of it and its side branches.
+
+    draw: returns the chain's tokens, [B, n] int32 each; ready: [B] int32, 1 for rows that draft, else 0; the others as
+    in `Draws`.
+    """
+    if not plan.is_tree:
+        sampler = ChainSampler(sampling, positions, vocab, token_ids, plan.stop_below)
+        tokens = mx.concatenate(draw(sampler), axis=1)
+        return Draft(tokens, tokens.shape[1] * ready, sampler.probs, confidences=sampler.confidences)
+    scorer = TreeScorer(sampling, positions, vocab, token_ids)
+    draw(scorer)
+    levels = scorer.levels
+    children = max(TreeShape.of(plan.nodes, plan.depth).children, -(-plan.nodes // levels.shape[1]))
+    tokens, tree = side_branch_tree(levels, plan.nodes, children, token_ids)
+    return Draft(tokens, tokens.shape[1] * ready, tree=tree)
 
 
 def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:

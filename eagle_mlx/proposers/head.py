@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -25,8 +26,8 @@ from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
-from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
+from eagle_mlx.proposers.block import draw_block
+from eagle_mlx.proposers.drafting import Draws, TreeScorer, TreeShape, draft_chain, grow_tree
 from eagle_mlx.target import Target, nbytes_of
 
 SINK = 4
@@ -258,32 +259,29 @@ class HeadState(ProposerState):
         return self.head(embeddings, features, self.cache)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self._read_pending()
+        ready = mx.array([int(1 in marks) for marks in self._marks], mx.int32)  # rows without a position cannot draft
+        arguments = sampling, positions, self.target.vocab_size, self.head.token_ids
+        committed = self.cache.lengths.begin_draft()
         if isinstance(self.head, BlockHead | PEagleHead):
-            self._read_pending()
-            committed = self.cache.lengths.begin_draft()
-            draft = self._block(self.head, plan.depth, sampling, positions).draft(plan)
-            self.cache.lengths.restore(committed)
-            return replace(draft, lengths=mx.minimum(draft.lengths, self._counts(draft.tokens.shape[1])))
-        if plan.is_tree:
-            return self._tree(plan.depth, plan.nodes, sampling, positions)
-        sampler = ChainSampler(sampling, positions, self.target.vocab_size, self.head.token_ids, plan.stop_below)
-        tokens = self._chain(plan.depth, sampler)
-        return sampler.draft(tokens, self._counts(len(tokens)))
+            draft = draft_chain(plan, self._block(self.head, plan.depth), ready, *arguments)
+        elif plan.is_tree and TreeShape.of(plan.nodes, plan.depth).width > 1:
+            draft = self._tree(plan, TreeScorer(*arguments), ready)
+        else:
+            draft = draft_chain(plan, partial(self._chain, plan.depth), ready, *arguments)
+        self.cache.lengths.restore(committed)
+        return draft
 
-    def _block(
-        self, head: BlockHead | PEagleHead, depth: int, sampling: SamplingBatch, positions: mx.array
-    ) -> BlockDrafter:
+    def _block(self, head: BlockHead | PEagleHead, depth: int) -> Callable[[Draws], list[mx.array]]:
         if isinstance(head, BlockHead):
             drafts, newest = min(depth, head.config.drafts), self.hidden[..., 0]
-            return BlockDrafter(head, head.block(newest, self.cache, drafts), drafts, newest, sampling, positions)
+            return partial(draw_block, head, head.block(newest, self.cache, drafts), newest, drafts)
         states = self.hidden
         if depth > 1:
             states = mx.concatenate([states, head.masks(states.shape[0], depth - 1, self.cache)], axis=1)
-        return BlockDrafter(head, states, depth, states[..., :0], sampling, positions)
+        return partial(draw_block, head, states, states[..., :0], depth)
 
     def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
-        self._read_pending()
-        committed = self.cache.lengths.begin_draft()
         hidden = self.hidden
 
         def forward(token: mx.array | None) -> mx.array:
@@ -293,33 +291,14 @@ class HeadState(ProposerState):
                 self.cache.lengths.advance(1)
             return self.head.logits(hidden)
 
-        tokens = draws.chain(depth, forward)
-        self.cache.lengths.restore(committed)
-        return tokens
+        return draws.chain(depth, forward)
 
-    def _counts(self, drafted: int) -> mx.array:
-        """Return the draft length of each row, [B] int32; 0 for rows without any position read."""
-        return mx.array([drafted if 1 in marks else 0 for marks in self._marks], mx.int32)
+    def _tree(self, plan: Plan, scores: TreeScorer, ready: mx.array) -> Draft:
+        def scores_of(hidden: mx.array, level: int) -> mx.array:
+            return scores.of(self.head.logits(hidden), level)
 
-    def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        scores = TreeScorer(sampling, positions, self.target.vocab_size, self.head.token_ids)
-        shape = TreeShape.of(nodes, depth)
-        if shape.width == 1:
-            self._chain(depth, scores)
-            tokens, tree = side_branch_tree(scores.levels, nodes, shape.children, self.head.token_ids)
-        else:
-            self._read_pending()
-            committed = self.cache.lengths.begin_draft()
-            tokens, tree = grow_tree(
-                self.head,
-                self.cache,
-                self.hidden,
-                lambda hidden, level: scores.of(self.head.logits(hidden), level),
-                depth,
-                nodes,
-            )
-            self.cache.lengths.restore(committed)
-        return Draft(tokens, self._counts(nodes), tree=tree)
+        tokens, tree = grow_tree(self.head, self.cache, self.hidden, scores_of, plan.depth, plan.nodes)
+        return Draft(tokens, plan.nodes * ready, tree=tree)
 
     def append(self, other: HeadState) -> None:
         self._read_pending()

@@ -8,7 +8,7 @@ product of table entries.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import product
 from typing import Any
 
@@ -24,7 +24,8 @@ from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
-from eagle_mlx.proposers.block import BlockDrafter
+from eagle_mlx.proposers.block import draw_block
+from eagle_mlx.proposers.drafting import draft_chain
 from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from tests.eagle_mlx.heads import dflash2, dspark, peagle
 from tests.eagle_mlx.test_filters import one_step_short
@@ -100,8 +101,8 @@ class BlockToy(Toy):
         self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
     ) -> tuple[mx.array, mx.array | None]:
         head, states = block_states(self.kind, self.vocab)
-        drafter = BlockDrafter(head, states[last], depth, last[:, None], batch, position)
-        draft = drafter.draft(Plan(depth))
+        draw = partial(draw_block, head, states[last], last[:, None], depth)
+        draft = draft_chain(Plan(depth), draw, mx.ones(last.shape, mx.int32), batch, position, self.vocab)
         return draft.tokens, draft.probs
 
 

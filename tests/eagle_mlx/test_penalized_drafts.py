@@ -16,8 +16,8 @@ from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.decoding.verify import verify
 from eagle_mlx.plan import Plan
-from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.proposers.drafting import ChainSampler
+from eagle_mlx.proposers.block import draw_block
+from eagle_mlx.proposers.drafting import Draws, draft_chain
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
@@ -98,12 +98,15 @@ def law_of_texts(params: SamplingParams) -> Array:
 
 
 def draft_of(kind: str, last: mx.array, batch: SamplingBatch, position: mx.array) -> Draft:
-    if kind == "chain":
-        sampler = ChainSampler(batch, position, VOCAB)
-        tokens = sampler.chain(2, lambda token: SIMILAR[last[:, None] if token is None else token])
-        return sampler.draft(tokens, mx.full(last.shape, 2, mx.int32))
-    head, blocks = block_states(kind, VOCAB)
-    return BlockDrafter(head, blocks[last], 2, last[:, None], batch, position).draft(Plan(2))
+    def chain(draws: Draws) -> list[mx.array]:
+        return draws.chain(2, lambda token: SIMILAR[last[:, None] if token is None else token])
+
+    def block(draws: Draws) -> list[mx.array]:
+        head, blocks = block_states(kind, VOCAB)
+        return draw_block(head, blocks[last], last[:, None], 2, draws)
+
+    draw, ready = chain if kind == "chain" else block, mx.ones(last.shape, mx.int32)
+    return draft_chain(Plan(2), draw, ready, batch, position, VOCAB)
 
 
 @pytest.mark.parametrize("kind", ["chain", "dspark", "peagle"])
