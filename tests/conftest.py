@@ -49,7 +49,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from eagle_mlx.cpu import use_shortcuts, without_shortcuts
+from eagle_mlx.cpu import use_shortcuts
+from tests.shortcuts import without_shortcuts
 
 if TYPE_CHECKING:
     import mlx.core as mx

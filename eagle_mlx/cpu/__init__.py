@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ ENVIRONMENT = "EAGLE_MLX_CPU_SHORTCUTS"
 _value = os.environ.get(ENVIRONMENT, "")
 if _value not in ("", "0", "1"):
     raise ConfigError(f"{ENVIRONMENT} is {_value!r}; set it to 0 to compute on a CPU as on a GPU, or unset it")
-_wanted = _value != "0"
+switched_on = _value != "0"
 _KERNELS = 2**20  # bytes for about fifty of the libraries that MLX compiles, of up to 20 KB
 
 
@@ -44,23 +43,12 @@ if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) and not 
 
 def use_shortcuts() -> bool:
     """Return whether to use the versions that are faster on a CPU: on a CPU, unless they are turned off."""
-    return _wanted and mx.default_device() == mx.Device(mx.cpu)
+    return switched_on and mx.default_device() == mx.Device(mx.cpu)
 
 
 def compute_dtype() -> mx.Dtype | None:
     """Return the dtype to compute in if the files' own would be slow, else None."""
     return mx.float32 if sys.platform == "linux" and use_shortcuts() else None
-
-
-@contextlib.contextmanager
-def without_shortcuts() -> Iterator[None]:
-    """Use the GPU's versions within the block, in all threads."""
-    global _wanted
-    before, _wanted = _wanted, False
-    try:
-        yield
-    finally:
-        _wanted = before
 
 
 _LEAST_TABLE = 512  # positions of the smallest table of angles, which is computed in a millisecond

@@ -16,12 +16,12 @@ from eagle_mlx.cache.full import STEP
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import SLACK, RaggedWindow
-from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize, steps_of, tiny_target
 from tests.full import some
+from tests.shortcuts import without_shortcuts
 
 TARGET = tiny_target()
 WIDTH = 5

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from eagle_mlx import cpu
-from eagle_mlx.cpu import compute_dtype, default_streams, fastmath, use_shortcuts, without_shortcuts
+from eagle_mlx.cpu import compute_dtype, default_streams, fastmath, use_shortcuts
+from tests.shortcuts import without_shortcuts
 
 on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
 REPORT = "from eagle_mlx.cpu import use_shortcuts; print(use_shortcuts())"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.decoding import noise
 from eagle_mlx.decoding.noise import gumbel_at, gumbel_noise, noise_words, noisy_argmax
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, gumbel
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some
+from tests.shortcuts import without_shortcuts
 
 Array = np.ndarray[Any, Any]
 Noise = Callable[[mx.array, mx.array, mx.array], mx.array]

@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 import eagle_mlx as em
 from eagle_mlx import hooks, hub
 from eagle_mlx.catalog.head_search import register
-from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
@@ -44,6 +43,7 @@ from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
 from tests.serve.questions import write
+from tests.shortcuts import without_shortcuts
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
 
