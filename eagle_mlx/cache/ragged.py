@@ -188,7 +188,7 @@ class RaggedCache(Sequence[Any]):
         """Return the part of a fork that `piece` leaves out: windows, as small as possible, and recurrent states."""
         other = self.fork(row, length)
         for window in other.windows:
-            window.forget_after(length)  # the row may have read tokens past the end of this text
+            window.zero(0, length)  # the row may have read tokens past the end of this text
         other.compact()
         for part in other.positional:
             part.keys = part.values = None

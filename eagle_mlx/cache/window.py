@@ -82,22 +82,12 @@ class RaggedWindow(RaggedKV):
             self.keys, self.values = (x if x is None else gathered(x, held) for x in (self.keys, self.values))
 
     def zero(self, row: int, start: int = 0) -> None:
-        if start < self.window:  # slots after `start` have not wrapped
-            super().zero(row, start)
-            return
-        # The position at `start` sees the window - 1 entries before it; no other slot is visible.
-        slots = mx.arange(start, start + self.ring - self.window + 1) % self.ring
-        for buffer in self.state:
-            inside = mx.minimum(slots, buffer.shape[2] - 1)  # a buffer that is not full ends after `start`
-            buffer[row : row + 1, :, inside] = 0
-
-    def forget_after(self, length: int) -> None:
-        """Zero the only row's entries from position `length` on, and none before it."""
-        written = range(length, self.displaced[0] + self.ring)
+        """Zero a row's entries from position `start` on, and none before it."""
+        written = range(start, self.displaced[row] + self.ring)
         for buffer in self.state:
             slots = [position % self.ring for position in written if position % self.ring < buffer.shape[2]]
             if slots:
-                buffer[:, :, mx.array(slots)] = 0
+                buffer[row : row + 1, :, mx.array(slots)] = 0
 
     def _used(self, length: int) -> int:
         return min(length, self.ring)
