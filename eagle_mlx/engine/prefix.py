@@ -91,10 +91,8 @@ class PrefixCache:
             except PassedOverError:
                 disk.ahead.clear()
                 continue  # try other files
-            disk.forget(now)
             complete = now.length == match.length
-            if kept:
-                disk.took(now, now.length - length, complete)
+            disk.took(now, now.length - length if kept else 0, complete)
             return complete or not kept
         return True
 

@@ -28,7 +28,6 @@ class Store:
         self._ignored: set[str] = set()  # files that could not be used
         self._latest = 0  # the time of the newest use that is known
         self._sizes: dict[str, int] = {}  # as of the last change by this process
-        self._total = 0
 
     def nbytes(self, model: str = "") -> int:
         """Return the bytes of the files of all models, or of one."""
@@ -68,7 +67,6 @@ class Store:
                 os.utime(self.root / path, ns=(now, now))
                 files[path] = (now, *files[path][1:])
             self._sizes = {path: size for path, (_, _, size) in files.items()}
-            self._total = sum(self._sizes.values())
             oldest = sorted(files, key=lambda path: files[path], reverse=True)
             self._make_room(0, oldest)
             written = 0
@@ -99,17 +97,17 @@ class Store:
 
     def _make_room(self, nbytes: int, oldest: list[str]) -> bool:
         """Remove files, the last of `oldest` first, until `nbytes` more fit. Return whether they do."""
-        while self._total + nbytes > self.limit >= nbytes and oldest:
+        total = sum(self._sizes.values()) + nbytes
+        while total > self.limit >= nbytes and oldest:
             path = oldest.pop()
             (self.root / path).unlink(missing_ok=True)
-            self._total -= self._sizes.pop(path, 0)
-        return self._total + nbytes <= self.limit
+            total -= self._sizes.pop(path, 0)
+        return total <= self.limit
 
     def _write(self, path: str, content: bytes, now: int) -> None:
         file = self.root / path
         file.parent.mkdir(mode=0o700, exist_ok=True)
         write_whole(file, content, mode=0o600)
         os.utime(file, ns=(now, now))
-        self._total += len(content) - self._sizes.get(path, 0)
         self._sizes[path] = len(content)
         self._ignored.discard(path)

@@ -174,16 +174,15 @@ class DiskTier:
             )
         raise PassedOverError(why)
 
-    def forget(self, match: Match) -> None:
-        """Drop what was read of a match, which is in memory now, or will not be."""
+    def took(self, match: Match, positions: int, complete: bool) -> None:
+        """Record that `positions` of a match were moved to memory, 0 if it has no room; `complete`: the prompt can
+        continue from it. Drops what was read ahead."""
         if match.state is not None:
             self.ahead.pop(match.state.path, None)
-
-    def took(self, match: Match, positions: int, complete: bool) -> None:
-        """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
-        self.hits += complete
-        self.tokens += positions
-        self._submit(match.entries)
+        if positions:
+            self.hits += complete
+            self.tokens += positions
+            self._submit(match.entries)
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
         """Write the whole blocks of a text that the files lack, and `outline`, the boundary state at its end."""
