@@ -306,20 +306,14 @@ class Admission:
         self.fetched = {}
         if work.prefix is not None:
             work.touches[0].counts.reuse(work.prefix.length)
-        self._open(work.touches, work.prefix)  # first, so that other threads see them in the queue or here
+        proposer = self.proposer if work.touches[0].counts.may_draft else None
+        batch = Batch(self.target, proposer, work.touches, work.prefix, self.kv_bits, self.collector)
+        cached = work.prefix.length if work.prefix is not None else 0
+        self.prefills.append(
+            Prefill(batch, cached, self.prefixes)
+        )  # first: other threads see them in the queue or here
         for request in work.touches:
             self.take(request)
-
-    def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> None:
-        proposer = self.proposer if requests[0].counts.may_draft else None
-        batch = Batch(self.target, proposer, requests, prefix, self.kv_bits, self.collector)
-        self.prefills.append(Prefill(batch, prefix.length if prefix else 0, self.prefixes))
-
-    def read_again(self, requests: Sequence[RequestState]) -> None:
-        for request in requests:
-            about = request.text, request.request.namespace, request.request.images
-            prefix = self.prefixes.find(*about) if self.prefixes is not None else None
-            self._open([request], prefix)
 
     def take(self, request: RequestState) -> None:
         self.waiting.take(request, partial(self.budget.fits, self.budget.admitted))

@@ -21,8 +21,6 @@ class Pause:
 
     rows: Sequence[RequestState]
     batches: Sequence[Batch]
-    for_proposer: bool = False
-    """Whether the rows keep their places, because only their proposer must read the texts again."""
 
     @property
     def touches(self) -> list[RequestState]:
@@ -110,15 +108,10 @@ class Runner:
 
     def _pause(self, work: Pause) -> None:
         self.groups.change()
-        if work.for_proposer:
-            (batch,) = work.batches
+        if work.rows and any(batch.lost_state for batch in work.batches):  # the texts are read again for the proposer
             self.draft_failures += 1
-            self._release(batch)
-            self._remember(batch, every=True)
-            self.groups.drop(batch)
-            self.admission.read_again(batch.requests)
-            return
-        self.pauses += len(work.rows)
+        else:
+            self.pauses += len(work.rows)
         self.admission.pause(work.rows)
         for batch in work.batches:
             self._release(batch)
@@ -175,8 +168,8 @@ class Runner:
         if not batch.requests:
             self.groups.drop(batch)
 
-    def _remember(self, batch: Batch, every: bool = False) -> None:
-        """Put the state of requests that are about to leave, or of every request, into the prefix cache.
+    def _remember(self, batch: Batch) -> None:
+        """Put the state of requests that are about to leave into the prefix cache.
 
         The texts of those that ended go to the collector, and into the proposer's memory, unless they refuse.
         """
@@ -187,7 +180,7 @@ class Runner:
                 collector.ended(request)
             if memory is not None and request.finish_reason and not request.error and request.params.memory:
                 memory.add(request.text, request.request.namespace)
-            if prefixes is not None and (every or request.leaves):
+            if prefixes is not None and request.leaves:
                 for past in batch.pasts(index):
                     prefixes.keep(request.text, past)
 

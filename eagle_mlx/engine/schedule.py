@@ -58,7 +58,7 @@ class Schedule:
         """Return the requests to pause, so that others can decode or join, or else the prompts to read."""
         admission, batches = self.admission, self.groups.batches
         if (lost := next((batch for batch in batches if batch.lost_state), None)) is not None:
-            return Pause(list(lost.requests), [lost], for_proposer=True)
+            return Pause([request for request in lost.requests if not request.leaves], [lost])
         if not (admission.waiting.lines or admission.prefills or admission.to_pause or self.groups.outgrown):
             return None
         places = max_batch - len(self.groups.requests)
