@@ -103,13 +103,6 @@ class RaggedCache(Sequence[Any]):
             state.commit(count)
         self.lengths.advance(count, at_most)
 
-    def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
-        """Accept count [B] int32 positions; rows with 0 return to `saved`, their state before the forward."""
-        for state, before in zip(self.recurrent, saved.states, strict=True):
-            state.commit(1 if at_most == 1 else mx.maximum(count, 1))
-            state.restore_rows(count == 0, before)
-        self.lengths.advance(count, at_most)
-
     def branch(self, branches: Branches) -> None:
         """Set, before a forward, the tree that its positions form."""
         self.lengths.branch(branches)

@@ -128,9 +128,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
             self._read_stepwise(call, count)
         self._accepted = None
 
-    def restore_rows(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
-        self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
-
     def _read_stepwise(self, call: _Call, count: mx.array) -> None:
         after = self.state
         self.cache = list(call.before)
@@ -180,12 +177,6 @@ class _PassThrough:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
-
-
-def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:
-    """Return `these` [B, ...], or zeros for None, in the given rows [B] bool, and `those` in the others."""
-    these = mx.zeros_like(those) if these is None else these
-    return mx.where(rows.reshape(-1, *[1] * (those.ndim - 1)), these, those)
 
 
 def joined_rows(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:

@@ -177,24 +177,22 @@ class Batch:
         forced = [*map(bool, self.forced(plan))]
         return Round(self, plan, undo, draft, answer, outputs[1:], logprobs, drafters, draft_seconds, forced)
 
-    def _no_draft(self) -> Draft:
-        return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
-
     def draft(self, plan: Plan, drafters: Sequence[Drafter | None]) -> Draft:
         """Return the proposer's draft for a plan, checked and cut to what each request can use.
 
         If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
         if the draft is malformed.
         """
+        rows = len(self.requests)
+        draft = Draft(mx.zeros((rows, 0), mx.int32), mx.zeros((rows,), mx.int32))
         if not plan.size or self.lost_state:
-            return self._no_draft()
+            return draft
         forced = self.forced(plan)
         looks_up = any(count and not tokens for count, tokens in zip(plan.lookups, forced, strict=False))
-        draft = self._propose(plan) if plan.depth or looks_up else self._no_draft()
+        if plan.depth or looks_up:
+            draft = self._proposed(plan, draft)
         if self.lost_state:
             return draft
-        if self.state is not None and plan.depth and plan.lookups:
-            self.state.replaced([row for row, count in enumerate(plan.lookups) if count])
         if any(forced):
             draft = draft.replaced(chains(forced), list(map(len, forced)))
         rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
@@ -206,9 +204,10 @@ class Batch:
         rows = zip(self.requests, plan.lookups or [0] * len(self.requests), strict=True)
         return [request.forced.draft[:count] for request, count in rows]
 
-    def _propose(self, plan: Plan) -> Draft:
+    def _proposed(self, plan: Plan, draft: Draft) -> Draft:
+        """Return the proposer's draft, or if there is none, the given one."""
         if self.state is None or self.proposer is None:
-            return self._no_draft()
+            return draft
         by = self.proposer.name
         try:
             draft = self.state.draft(plan, self.sampling, self.cache.lengths.positions(1)[:, 0] + 1)
@@ -218,7 +217,7 @@ class Batch:
             self.state = None
         for request in self.requests:
             request.counts.draft_ended(failed=self.state is None)
-        return draft if self.state is not None else self._no_draft()
+        return draft
 
     def forward(self, draft: Draft, exact: bool = False) -> Forward:
         """Run the target over each row's newest token and its draft."""
@@ -242,10 +241,8 @@ class Batch:
         assert branches is not None
         count = draft.tokens.shape[1]
         room = mx.array([[request.room] for request in self.requests], mx.int32)
-        depths = branches.depths[:, 1:]
-        # If a tree is deeper than its `levels`, some nodes do not attend to all their ancestors.
-        whole = (depths == 1 + mx.take_along_axis(branches.depths, tree.parents, axis=1)) & (depths <= tree.levels)
-        valid = (mx.arange(count) < draft.lengths[:, None]) & (depths <= room) & whole
+        depths = branches.depths[:, 1:]  # 0 of nodes that do not attend to all their ancestors
+        valid = (mx.arange(count) < draft.lengths[:, None]) & (0 < depths) & (depths <= room)
         first = self.cache.lengths.offset + 1
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, first)
 

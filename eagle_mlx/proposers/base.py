@@ -72,7 +72,8 @@ class ProposerState(ABC):
 
         With `plan.stop_below`, a chain ends when the rows' mean confidence in the token `CONFIDENCE_LAG` before the
         newest falls below it. All tokens drafted by then are kept: if a token's value decided whether it is kept,
-        sampled text would change. `positions` [B] int32, of each row's first draft token, keys the noise.
+        sampled text would change. `positions` [B] int32, of each row's first draft token, keys the noise. Rows with
+        `plan.lookups` are drafted by others: their tokens here are not verified.
         """
 
     @abstractmethod
@@ -111,9 +112,6 @@ class ProposerState(ABC):
         """Return the tokens of the n-gram that matches in each row, 0 for rows without one or that may not draft from
         it; empty if there is none. `drafters`: as in `may_draft`."""
         return ()
-
-    def replaced(self, rows: Sequence[int]) -> None:
-        """Take note that the latest drafts of these rows were not verified: others took their places."""
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         """Return the trials that ended since the last call, of rows for which n-grams may draft."""

@@ -137,8 +137,8 @@ class DraftModelState(ProposerState):
         chain = partial(self._chain, plan.depth, logits)
         draft = draft_chain(plan, chain, drafting, sampling, positions, self.proposer.vocab_size)
         stays = not self.cache.recurrent and not plan.is_tree  # accepted tokens of a tree may leave the chain
-        for text in self.texts:
-            text.drafted = draft.tokens.shape[1] - 1 if stays else 0
+        for text, lookup in zip(self.texts, plan.lookups or [0] * len(ready), strict=True):
+            text.drafted = draft.tokens.shape[1] - 1 if stays and not lookup else 0
         return draft
 
     def _chain(self, depth: int, first: mx.array, draws: Draws) -> list[mx.array]:
@@ -161,27 +161,27 @@ class DraftModelState(ProposerState):
         return text.read + len(text.unread) + depth <= self.proposer.draft.context_length
 
     def _read_newest(self) -> mx.array | None:
-        """Read unread tokens, of a row that is far behind only some; return the logits [B, 1, V] after them."""
+        """Read unread tokens, of a row that is far behind only some; return as `_read` does."""
         most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
-        pieces = [text.unread[:most] if self._fits(text) else [] for text in self.texts]
-        return self._read(pieces) if any(pieces) else None
+        return self._read([text.unread[:most] for text in self.texts])
 
-    def _read(self, pieces: list[list[int]]) -> mx.array:
-        """Read unread tokens of each row; return logits [B, 1, V] after the last token of each row that has any."""
+    def _read(self, pieces: list[list[int]]) -> mx.array | None:
+        """Read unread tokens of each row whose text fits; return the logits [B, 1, V] after them, None if there are
+        none. Those of a row without any mean nothing."""
+        pieces = [piece if self._fits(text) else [] for text, piece in zip(self.texts, pieces, strict=True)]
+        if not any(pieces):
+            return None
         counts = [len(piece) for piece in pieces]
-        width = max(counts)
+        width, may_pad = max(counts), self.proposer.abilities.may_pad
+        is_even = min(counts) == width
+        if not is_even and not may_pad:
+            width = max(2, width)  # a layer with a state can only take back positions of a wider forward
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
-        before = self.cache.save()
-        if self.proposer.abilities.may_pad:
+        if may_pad:
             self.cache.expect(counts)
         ends = [max(0, count - 1) for count in counts]
         logits = self.proposer.draft.forward(tokens, self.cache, ends=ends).logits
-        if min(counts) == width:
-            self.cache.advance(width)
-        elif self.proposer.abilities.may_pad:
-            self.cache.advance(mx.array(counts, mx.int32), at_most=width)
-        else:
-            self.cache.advance_some(mx.array(counts, mx.int32), width, before)
+        self.cache.advance(width if is_even else mx.array(counts, mx.int32), at_most=width)
         for text, piece in zip(self.texts, pieces, strict=True):
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
@@ -191,10 +191,7 @@ class DraftModelState(ProposerState):
 
     def _read_along(self, counts: list[int]) -> None:
         """Read up to so many unread tokens of each row, but not its newest one."""
-        rows = zip(self.texts, counts, strict=True)
-        pieces = [text.unread[:-1][:count] if self._fits(text) else [] for text, count in rows]
-        if any(pieces):
-            self._read(pieces)
+        self._read([text.unread[:-1][:count] for text, count in zip(self.texts, counts, strict=True)])
 
     def _sync(self) -> None:
         self.cache.sync([text.read for text in self.texts])
@@ -212,10 +209,6 @@ class DraftModelState(ProposerState):
         if any(text.started and len(text.unread) > _MOST_UNREAD for text in self.texts):
             self._read_along([_MOST_UNREAD * text.started for text in self.texts])
             mx.async_eval(self.cache.state)
-
-    def replaced(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.texts[row].drafted = 0
 
     def append(self, other: DraftModelState) -> None:
         self.cache.append(other.cache)

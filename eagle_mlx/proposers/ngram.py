@@ -230,9 +230,6 @@ class HybridState(NgramState):
         self.model.enter(namespaces)
         super().enter(namespaces)
 
-    def replaced(self, rows: Sequence[int]) -> None:
-        self.model.replaced(rows)
-
     def prefill(self, seen: Observation) -> None:
         self.model.prefill(seen)
 

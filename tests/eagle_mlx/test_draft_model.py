@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -72,14 +73,13 @@ def test_drafts_equal_those_of_a_model_without_a_cache(cache: str, rows: int, de
             batch = SamplingBatch.of(params, [p.seed or 0 for p in params])
             stop_below = float(rng.choice([0.0, 1e-4, 1e-2, 1.5]))
             plans = [Plan(depth), Plan(depth, stop_below=stop_below), Plan(depth, depth + int(rng.integers(1, 5)))]
-            plan = plans[int(rng.integers(3))]
+            plan, others = plans[int(rng.integers(3))], [row for row in range(len(texts)) if rng.random() < 0.2]
+            plan = replace(plan, lookups=tuple(depth * (row in others) for row in range(len(texts))))
             drawn = state.draft(plan, batch, mx.array([len(text) for text in texts]))
             branches = [some_branch(drawn, row, rng) for row in range(len(texts))]
             for row, (text, p) in enumerate(zip(texts, params, strict=True)):
                 if not plan.is_tree:
                     assert drawn.tokens[row].tolist() == slow_draft(draft, text, length_of(plan, drawn), p)
-            others = [row for row in range(len(texts)) if rng.random() < 0.2]
-            state.replaced(others)
             branches = [rng.integers(0, VOCAB, depth).tolist() if i in others else b for i, b in enumerate(branches)]
         gains = [[*branch[: rng.integers(0, depth + 1)], int(rng.integers(0, VOCAB))] for branch in branches]
         for text, gain in zip(texts, gains, strict=True):
