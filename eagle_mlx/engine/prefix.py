@@ -11,7 +11,7 @@ from functools import partial
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
-from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_of
+from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, keys_of
 from eagle_mlx.proposers.base import Proposer, ProposerState
 from eagle_mlx.vision.spans import ImageSpan
 
@@ -86,8 +86,8 @@ class PrefixCache:
                 now = disk.advance(match, self.tree.matched(keys, (namespace, False)))
                 if now is None:
                     return False
-                snapshot, piece = Snapshot(disk.outline(now)), partial(disk.piece, now)
-                kept = self.tree.insert(keys[: now.length], snapshot, piece, self._limit, (namespace, False))
+                outline, piece = disk.outline(now), partial(disk.piece, now)
+                kept = self.tree.insert(keys[: now.length], outline, piece, self._limit, (namespace, False))
             except PassedOverError:
                 disk.ahead.clear()
                 continue  # try other files
@@ -106,10 +106,10 @@ class PrefixCache:
             return
         with self._emptied_if_it_fails():
             keys = keys_of(tokens[: past.length + 1], past.images)
-            snapshot = Snapshot(past.cache.outline(past.row, past.length))
-            kept = self.tree.insert(keys, snapshot, past.piece, self._limit, (past.namespace, past.of_draft_model))
+            outline = past.cache.outline(past.row, past.length)
+            kept = self.tree.insert(keys, outline, past.piece, self._limit, (past.namespace, past.of_draft_model))
             if self.disk is not None and kept and not past.of_draft_model:
-                self.disk.offer(keys, past, snapshot.outline)
+                self.disk.offer(keys, past, outline)
 
     def trim(self) -> None:
         with self._emptied_if_it_fails():

@@ -48,26 +48,6 @@ class PrefixPiece:
         return PrefixPiece(first, states[0]), PrefixPiece(second, states[1])
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Windows and states at one position of a text, which cannot be assembled from pieces."""
-
-    outline: RaggedCache
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.outline.state
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.arrays)
-
-    @cached_property
-    def shortest(self) -> int:
-        """The minimum prefix length that it serves; the maximum is its own position."""
-        return self.outline.shortest(0)
-
-
 @dataclass(eq=False)
 class _Node:
     """Positions `start` to `end`, shared by all texts below."""
@@ -77,7 +57,9 @@ class _Node:
     piece: PrefixPiece | None  # None only at the root
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)  # by first key
-    snapshot: Snapshot | None = None  # at position `end`
+    snapshot: RaggedCache | None = None
+    """Windows and states at position `end`, which cannot be assembled from pieces (`RaggedCache.outline`)."""
+    shortest: int = 0  # the minimum prefix length that the snapshot serves; the maximum is `end`
     space: Space = ("", False)  # the space of the texts below; only at a root
 
     @property
@@ -100,11 +82,11 @@ class Found:
 
     length: int
     pieces: list[PrefixPiece]  # pieces with these positions, and possibly later ones
-    snapshot: Snapshot
+    snapshot: RaggedCache
 
     @property
     def cache(self) -> RaggedCache:
-        return self.snapshot.outline.joined([piece.target for piece in self.pieces], self.length)
+        return self.snapshot.joined([piece.target for piece in self.pieces], self.length)
 
 
 class PrefixTree:
@@ -137,7 +119,7 @@ class PrefixTree:
     def insert(
         self,
         keys: Keys,
-        snapshot: Snapshot,
+        snapshot: RaggedCache,
         piece: Callable[[int, int], PrefixPiece],
         limit: float = math.inf,
         space: Space = ("", False),
@@ -147,16 +129,17 @@ class PrefixTree:
         `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
         until `limit` bytes hold. A text that exceeds the limit alone is not inserted, nor one whose state has NaN.
         """
+        shortest, states = snapshot.shortest(0), snapshot.state
         node, matched = self._match(keys, space)
-        if matched == len(keys) and (holder := _holder(node, snapshot.shortest)) is not None:
+        if matched == len(keys) and (holder := _holder(node, shortest)) is not None:
             self.used.move_to_end(holder)
             return True
         new = piece(matched, len(keys)) if matched < len(keys) else None
-        size = snapshot.nbytes + (new.nbytes if new else 0.0)
+        size = sum(x.nbytes for x in states) + (new.nbytes if new else 0.0)
         for part in node.path:
             if part.piece is not None:
                 size += part.piece.nbytes * (min(matched, part.end) - part.start) / len(part.keys)
-        if size > limit or not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
+        if size > limit or not _are_numbers([*states, *(new.arrays if new else [])]):
             return False
         if matched < node.end:
             node = self._split(node, matched)
@@ -165,12 +148,12 @@ class PrefixTree:
                 self._roots[space] = node
             parent, node = node, _Node(keys[matched:].copy(), matched, new, node)
             parent.children[int(keys[matched])] = node
-            self._count(new)
+            self._count(new.arrays)
         for part in node.path:  # the new one serves everything that these do
-            if part.snapshot is not None and part.snapshot.shortest >= snapshot.shortest:
+            if part.snapshot is not None and part.shortest >= shortest:
                 self._forget(part)
-        node.snapshot = snapshot
-        self._count(snapshot)
+        node.snapshot, node.shortest = snapshot, shortest
+        self._count(states)
         self.used[node] = None
         self.trim(limit)
         return node in self.used
@@ -182,7 +165,7 @@ class PrefixTree:
             self._forget(node)
             while node.parent is not None and node.snapshot is None and not node.children:
                 assert node.piece is not None
-                self._count(node.piece, -1)
+                self._count(node.piece.arrays, -1)
                 del node.parent.children[int(node.keys[0])]
                 node = node.parent
             if node.parent is None and not node.children:
@@ -190,13 +173,13 @@ class PrefixTree:
 
     def _forget(self, node: _Node) -> None:
         assert node.snapshot is not None
-        self._count(node.snapshot, -1)
+        self._count(node.snapshot.state, -1)
         node.snapshot = None
         del self.used[node]
 
-    def _count(self, part: PrefixPiece | Snapshot, sign: int = 1) -> None:
-        self.nbytes += sign * part.nbytes
-        self._arrays += sign * len(part.arrays)
+    def _count(self, arrays: Sequence[mx.array], sign: int = 1) -> None:
+        self.nbytes += sign * sum(x.nbytes for x in arrays)
+        self._arrays += sign * len(arrays)
 
     def _match(self, keys: Keys, space: Space) -> tuple[_Node, int]:
         """Return the last node that matches a text, at least in part, and the number of matched positions."""
@@ -210,10 +193,9 @@ class PrefixTree:
         assert node.parent is not None
         assert node.piece is not None
         cut = end - node.start
-        self._count(node.piece, -1)
+        self._count(node.piece.arrays, -1)
         first, second = node.piece.split(cut)
-        self._count(first)
-        self._count(second)
+        self._count([*first.arrays, *second.arrays])
         upper = _Node(node.keys[:cut].copy(), node.start, first, node.parent)
         node.parent.children[int(upper.keys[0])] = upper
         node.keys, node.start = node.keys[cut:].copy(), end
@@ -241,7 +223,7 @@ def _holder(node: _Node, length: int) -> _Node | None:
     nodes = [node]
     while nodes:
         node = nodes.pop()
-        if node.snapshot is not None and node.snapshot.shortest <= length:
+        if node.snapshot is not None and node.shortest <= length:
             return node
         nodes += node.children.values()
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,9 @@ class Letters:
     def nbytes(self) -> int:
         return POSITION * len(self.keys)
 
-    arrays = ()
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [mx.zeros((self.nbytes,), mx.uint8)]
 
     def split(self, at: int) -> tuple[Letters, Letters]:
         assert 0 < at < len(self.keys)
@@ -35,19 +38,27 @@ class Letters:
 
 @dataclass(frozen=True, eq=False)
 class Place:
+    """A snapshot at the end of a text."""
+
     keys: tuple[int, ...]
-    shortest: int
+    least: int
     nbytes: int
-    arrays = ()
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [mx.zeros((self.nbytes,), mx.uint8)]
+
+    def shortest(self, row: int) -> int:
+        return self.least
 
     def serves(self, keys: tuple[int, ...]) -> int:
         """Return how many positions of a text it can serve."""
         common = next((at for at, pair in enumerate(zip(self.keys, keys)) if pair[0] != pair[1]), None)  # noqa: B905
         length = min(len(self.keys), len(keys)) if common is None else common
-        return length if length >= self.shortest else 0
+        return length if length >= self.least else 0
 
     def covers(self, other: Place) -> bool:
-        return self.shortest <= other.shortest and self.keys[: len(other.keys)] == other.keys
+        return self.least <= other.least and self.keys[: len(other.keys)] == other.keys
 
 
 @dataclass
