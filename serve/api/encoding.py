@@ -56,7 +56,7 @@ class Encoder:
 
     tokenizer: TokenizerWrapper
     check: Callable[[], None]
-    """Is called between pieces of the work, where other clients may take their turns. Raises if the client left."""
+    """Is called between pieces of the work. Raises if the client left."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raises what `check` raises."""

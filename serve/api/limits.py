@@ -74,21 +74,40 @@ def has_more_containers(body: bytes, most: int) -> bool:
 T = TypeVar("T")
 
 
-class Pools:
-    """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
+class Pool:
+    """Threads for one kind of work. They serve clients in turn, because each client has at most `per_client` of them.
 
-    Long requests are read and encoded one at a time. Clients take turns for these and for schemas, and between pieces
-    of long texts. Canceling a request drops work that has not started; other work keeps its turn until it ends.
+    Canceling a request drops work that has not started; other work keeps its client's turn until it ends.
     """
 
+    def __init__(self, name: str, threads: int, per_client: int):
+        self._threads, self._per_client = ThreadPoolExecutor(threads, name), per_client
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, work: Callable[[], T], client: str) -> T:
+        """Run work in a thread when it is its client's turn. Raises what `work` raises."""
+        turn = self._turns.setdefault(client, asyncio.Semaphore(self._per_client))
+        await turn.acquire()
+        loop, running = asyncio.get_running_loop(), self._threads.submit(work)
+
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turn.release)
+
+        running.add_done_callback(release)  # not at the end of this task: canceling it does not end the thread's work
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Pools:
+    """A pool for each kind of work, so that short requests never wait for long ones or for schemas."""
+
     def __init__(self, limits: Limits):
-        self._short = ThreadPoolExecutor(limits.short_threads, "short")
-        self._parsing, self._parse_semaphore = ThreadPoolExecutor(1, "parse"), FairSemaphore()
-        self._long, self._long_semaphore = ThreadPoolExecutor(limits.connections, "long"), FairSemaphore()
-        self._long_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Held by each client's text that is being encoded, so that each has at most one thread."""
-        self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
-        self._schema_semaphore = FairSemaphore(limits.schema_threads)
+        self._parsing, self._long = Pool("parse", 1, 1), Pool("long", limits.long_threads, 1)
+        self._short = Pool("short", limits.short_threads, limits.short_threads)
+        self._schemas = Pool("schema", limits.schema_threads, limits.schema_threads)
 
     async def parse(self, work: Callable[[], T], client: str) -> T:
         """Run work over a client's long body. Raises what `work` raises."""
@@ -100,72 +119,13 @@ class Pools:
             finally:
                 gc.enable()
 
-        return await self._in_turn(self._parsing, self._parse_semaphore, run, client)
+        return await self._parsing.run(run, client)
 
-    async def encode(
-        self, work: Callable[[Callable[[], None]], T], is_long: bool, client: str, has_schema: bool = False
-    ) -> T:
-        """Run work, with a function to call between pieces of a text, where others take turns. Raises its errors."""
-        loop = asyncio.get_running_loop()
-        if is_long:
-
-            def pause() -> None:
-                if self._long_semaphore.waiting:
-                    asyncio.run_coroutine_threadsafe(self._long_semaphore.pause(), loop).result()
-
-            async with self._long_locks.setdefault(client, asyncio.Lock()):
-                return await self._in_turn(self._long, self._long_semaphore, lambda: work(pause), client)
-        if has_schema:
-            return await self._in_turn(self._schemas, self._schema_semaphore, lambda: work(_go_on), client)
-        return await loop.run_in_executor(self._short, work, _go_on)
-
-    async def _in_turn(
-        self, pool: ThreadPoolExecutor, semaphore: FairSemaphore, work: Callable[[], T], client: str
-    ) -> T:
-        await semaphore.acquire(client)
-        loop, running = asyncio.get_running_loop(), pool.submit(work)
-
-        def release(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(semaphore.release)
-
-        running.add_done_callback(release)  # not at the end of this task: canceling it does not end the thread's work
-        return await asyncio.wrap_future(running)
+    async def encode(self, work: Callable[[], T], client: str, is_long: bool, has_schema: bool) -> T:
+        """Run work that renders and encodes a prompt. Raises what `work` raises."""
+        pool = self._long if is_long else self._schemas if has_schema else self._short
+        return await pool.run(work, client)
 
     def close(self) -> None:
         for pool in (self._short, self._parsing, self._long, self._schemas):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _go_on() -> None:
-    """Do nothing between pieces: nobody waits for a short request."""
-
-
-class FairSemaphore:
-    """A semaphore that serves clients in turn, so that one with many waiters does not delay the others."""
-
-    def __init__(self, at_once: int = 1) -> None:
-        self._semaphore = asyncio.Semaphore(at_once)
-        self.waiting = 0  # clients that wait for a turn; any thread may read it
-        self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Held by each client's request that waits for the semaphore."""
-
-    async def acquire(self, client: str) -> None:
-        """Wait for a turn, and hold it until `release`."""
-        async with self._first.setdefault(client, asyncio.Lock()):
-            await self._wait()
-
-    def release(self) -> None:
-        self._semaphore.release()
-
-    async def pause(self) -> None:
-        """Let all that wait have a turn, and wait for the next one."""
-        self._semaphore.release()
-        await self._wait()
-
-    async def _wait(self) -> None:
-        self.waiting += 1
-        try:
-            await self._semaphore.acquire()
-        finally:
-            self.waiting -= 1
+            pool.close()

@@ -44,10 +44,12 @@ class Limits(Group):
     containers: int = 20_000
     """Objects and lists of a body; 5,000 tool calls with their results have so many. Parsing them takes 0.05 s."""
     long_bytes: int = 1 << 16
-    """Requests of at least this size are long: they are read and encoded one at a time and delay no others."""
+    """Requests of at least this size are long: those of a client are read and encoded one at a time, and delay no short
+    ones."""
     long_containers: int = 1000
     """Requests with more objects and lists are long, too. The event loop reads fewer in 5 ms."""
     short_threads: int = 4  # short requests that are encoded at once
+    long_threads: int = 4  # clients whose long requests are encoded at once
     schema_threads: int = 4  # requests with a schema that are prepared at once; compiling one may keep a core busy
     responses: int = 1000  # responses stored for `previous_response_id`, for each API key
     response_bytes: int = 64 << 20

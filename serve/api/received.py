@@ -75,16 +75,15 @@ class Received(Generic[B]):
         """Run `work` in a thread, until this is canceled, with a function that encodes texts. Raises ApiError."""
         cancelled = Event()
 
-        def run(pause: Callable[[], None]) -> T:
-            def check() -> None:
-                pause()
-                if cancelled.is_set():
-                    raise client_gone()
+        def check() -> None:
+            if cancelled.is_set():
+                raise client_gone()
 
+        def run() -> T:
             return work(Encoder(loaded.tokenizer, check))
 
         try:
-            return await models_of(self.http).pools.encode(run, self.is_long, client_of(self.http), has_schema)
+            return await models_of(self.http).pools.encode(run, client_of(self.http), self.is_long, has_schema)
         except EagleError as e:
             raise bad_request(e) from e
         finally:
