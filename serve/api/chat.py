@@ -15,7 +15,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 from eagle_mlx.vision.spans import ImagePrompt, placed
 
-from ..chat import AnswerParser, Chat, Delta, Encode, FirstCall, ToolCall, ToolOffer, whole_calls, with_budget
+from ..chat import AnswerParser, Chat, Delta, Encode, ToolCall, ToolOffer, whole_calls, with_budget
 from ..chat.families import templates
 from .answer import Choices, PendingChoices, respond
 from .encoding import Encoder
@@ -80,7 +80,7 @@ def encode_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner
     top = (body.top_logprobs or 0) if body.logprobs else None
     # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
     is_single = offer.tools and not offer.several and not offer.forced
-    only_call = (lambda: FirstCall(reader())) if is_single else None
+    only_call = (lambda: reader().ends_with) if is_single else None
     most = loaded.thinking_budget if body.most_thought is None else body.most_thought
     grammar = with_budget(loaded.chat, loaded.target.vocab_size, most, starts_in_reasoning, grammar)
     params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)

@@ -5,7 +5,7 @@
 """
 
 from .budget import with_budget
-from .parser import AnswerParser, Delta, FirstCall
+from .parser import AnswerParser, Delta
 from .structured import Grammars
 from .template import Chat, ChatFormat, Encode
 from .tools import ToolCall, ToolOffer, whole_calls

@@ -154,6 +154,11 @@ class AnswerParser:
         """Return the deltas that are certain after this text."""
         return self._read(text, False, True)
 
+    def ends_with(self, token: int, text: str) -> bool:
+        """Read a token's text, and return whether the answer ends with it (`SamplingParams.stop_watcher`)."""
+        self.push(text)
+        return self.has_ended
+
     def finish(self, complete: bool = True) -> list[Delta]:
         """Return the rest. complete: whether the model ended its answer itself; if not, a call may be cut."""
         deltas = self._read("", True, complete)
@@ -179,18 +184,6 @@ class AnswerParser:
                 self.has_ended = True
                 return deltas
         return deltas
-
-
-class FirstCall:
-    """Stops a request as soon as its answer holds one complete call (`SamplingParams.stop_watcher`)."""
-
-    def __init__(self, parser: AnswerParser):
-        """parser: must have been made with `several` false."""
-        self._parser = parser
-
-    def __call__(self, token: int, text: str) -> bool:
-        self._parser.push(text)
-        return self._parser.has_ended
 
 
 def _add(deltas: list[Delta], parts: Iterable[tuple[Kind, str]]) -> None:

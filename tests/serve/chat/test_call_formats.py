@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, FirstCall
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
 from eagle_mlx.text import IncrementalText
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
@@ -393,7 +393,7 @@ def test_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Ca
     assert tokenizer is not None
     after = "" if writer is old_mistral else "\nDone."  # its list of calls lasts until the answer ends
     text = "I look.\n" + writer([("get_weather", {"city": "Oslo", "days": 1}), ("clock", {})]) + after
-    ends, decoder = FirstCall(AnswerParser(format, TOOLS, several=False)), IncrementalText(tokenizer)
+    ends, decoder = AnswerParser(format, TOOLS, several=False).ends_with, IncrementalText(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     last = next((at for at, token in enumerate(tokens) if ends(token, decoder.add([token])[0])), len(tokens))
     reader = AnswerParser(format, TOOLS, several=False)
