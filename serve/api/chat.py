@@ -219,7 +219,7 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
     messages, pictures = body.plain_messages()
     messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)
     seen = list(filter(body.is_seen, offer.tools))
-    chat = loaded.chat.chat(messages, seen, arguments, bool(body.continue_final_message), encode.check)
+    chat = loaded.chat.chat(messages, seen, arguments, bool(body.continue_final_message))
     whole: Encode = encode
     if images and vision is not None:
         whole = lambda text, special: vision.encode(text, images, lambda part: encode(part, special))  # noqa: E731

@@ -161,13 +161,11 @@ class ChatFormat:
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
-        check: Callable[[], None] = lambda: None,
     ) -> Chat:
         """Render a conversation for the model to answer.
 
         messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
         `enable_thinking`; unknown names have no effect. continued: whether the answer continues the last message.
-        check: is called before each rendering, and may raise.
         Raises PromptError, with the place, if a part is invalid or the template ignores messages, tools or calls.
         """
         read = read_messages(messages)
@@ -188,16 +186,15 @@ class ChatFormat:
         read = without_billing_header(read)
         forms = (offered,) if (whole := list(map(with_all_fields, offered))) == offered else (offered, whole)
         ways = (way for form in forms for way in ways_to_render(read, arguments | {"tools": form or None}, self.calls))
-        return self._first_rendered(read, ways, check)
+        return self._first_rendered(read, ways)
 
-    def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way], check: Callable[[], None]) -> Chat:
+    def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way]) -> Chat:
         """Return the first chat that the template takes with all its texts, tools and calls.
 
         given: the messages before `ways` changed them. Raises PromptError if there is none.
         """
         errors: list[Exception] = []
         for messages, arguments in ways:
-            check()
             try:
                 chat = Chat(self.tokenizer, messages, arguments, _render(self.tokenizer, messages, arguments))
                 chat.check_last_is_open()

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_mlx.errors import PromptError
 from eagle_mlx.serve.chat import AnswerParser
-from eagle_mlx.serve.chat.history import joined, lost_message, read_messages, ways_to_render
+from eagle_mlx.serve.chat.history import joined, lost_message
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, format_with_template
 
 TYPED = """
@@ -188,22 +188,6 @@ def test_ids_that_the_template_refuses_are_replaced() -> None:
     assert (len(first), kept) == (9, "abcdefgh1")
     assert format_of("mistral").chat(messages, [WEATHER]).text == chat.text
     assert '"call_7"' not in format_of("qwen").chat([*HELLO, call("call_7")], [WEATHER]).text
-
-
-def test_others_have_their_turns_between_the_forms_of_a_conversation() -> None:
-    """A conversation of thousands of calls takes a second to render in all forms; the request may also end between."""
-    chats, checks = format_with_template("{{ raise_exception('refused') }}"), []
-    messages = [*HELLO, call("1"), said("assistant", "x"), SYSTEM]
-    with pytest.raises(PromptError, match="refused"):
-        chats.chat(messages, check=lambda: checks.append(None))
-    arguments = {"add_generation_prompt": True, "tools": None}
-    assert len(checks) == len(list(ways_to_render(read_messages(messages), arguments, chats.calls))) > 5
-
-    def leave() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        chats.chat(messages, check=leave)
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "null", None, "", "[" * 100_000, '{"a": 1} x'])
