@@ -105,9 +105,8 @@ class Pools:
     """A pool for each kind of work, so that short requests never wait for long ones or for schemas."""
 
     def __init__(self, limits: Limits):
-        self._parsing, self._long = Pool("parse", 1, 1), Pool("long", limits.long_threads, 1)
-        self._short = Pool("short", limits.short_threads, limits.short_threads)
-        self._schemas = Pool("schema", limits.schema_threads, limits.schema_threads)
+        self._parsing, self._long = Pool("parse", 1, 1), Pool("long", limits.threads, 1)
+        self._short, self._schemas = (Pool(kind, limits.threads, limits.threads) for kind in ("short", "schema"))
 
     async def parse(self, work: Callable[[], T], client: str) -> T:
         """Run work over a client's long body. Raises what `work` raises."""

@@ -48,9 +48,7 @@ class Limits(Group):
     ones."""
     long_containers: int = 1000
     """Requests with more objects and lists are long, too. The event loop reads fewer in 5 ms."""
-    short_threads: int = 4  # short requests that are encoded at once
-    long_threads: int = 4  # clients whose long requests are encoded at once
-    schema_threads: int = 4  # requests with a schema that are prepared at once; compiling one may keep a core busy
+    threads: int = 4  # for each kind of prompt: short, long, or with a schema, whose compilation may keep a core busy
     responses: int = 1000  # responses stored for `previous_response_id`, for each API key
     response_bytes: int = 64 << 20
     """Memory of stored responses, for each API key: twice the default limit of a body."""
