@@ -3,10 +3,10 @@
 import logging
 from functools import lru_cache
 
-_log = logging.getLogger("eagle_mlx.serve")
+log = logging.getLogger("eagle_mlx.serve")
 
 
 @lru_cache(1000)
 def log_once(message: str) -> None:
     """Log a warning, unless it is one of the last thousand: clients repeat things with every request."""
-    _log.warning("%s", message)
+    log.warning("%s", message)

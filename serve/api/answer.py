@@ -11,7 +11,7 @@ from itertools import starmap
 from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from eagle_mlx.request import Output, draft_runs
@@ -28,10 +28,6 @@ from .worker import TIME, RequestEvent
 
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(dumps(body), status, media_type="application/json")
 
 
 def data_event(fields: dict[str, Any]) -> str:
@@ -262,7 +258,7 @@ async def respond(
             streaming = True
             return EventStream(call, events, pending.keep_alive)
         answer = await unless_disconnected(request, beginning)
-        return json_response(await unless_disconnected(request, answer.whole()))
+        return JSONResponse(await unless_disconnected(request, answer.whole()))
     finally:
         if not streaming:
             call.close()
@@ -275,7 +271,7 @@ async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encod
 
     async def answer() -> Response:
         loaded = await models.loaded(service)
-        return await received.in_thread(loaded, lambda encode: json_response(work(loaded, encode)))
+        return await received.in_thread(loaded, lambda encode: JSONResponse(work(loaded, encode)))
 
     call = service.admit(1, client_of(received.http))
     try:

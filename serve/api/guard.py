@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 from collections.abc import Collection, Sequence
@@ -12,9 +11,8 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .. import log
 from .errors import ApiError, speaks_messages
-
-log = logging.getLogger("eagle_mlx.serve")
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
 OPEN = frozenset({"/", "/health", "/metrics"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 from eagle_mlx.vision.limits import ImageLimits
 
+from .. import log
 from ..chat import ChatFormat, Grammars
 from ..learning.learner import Learner
 from ..speculation import PolicyName, Speculation
@@ -25,7 +25,6 @@ from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import ChoicesRequest
 
-log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters for which a model may advise a value in `generation_config.json`."""
 _LAST_WRITES = 5.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -19,6 +18,7 @@ from eagle_mlx.files import read_yaml
 from eagle_mlx.memory import gb
 from eagle_mlx.setting import flag, settings_of
 
+from .. import log
 from ..speculation import AUTO, NO_HEAD
 from .errors import ApiError
 from .limits import Pools
@@ -26,7 +26,6 @@ from .model import Loaded
 from .options import LoadConfig, Settings
 from .service import ModelSource, Service
 
-log = logging.getLogger("eagle_mlx.serve")
 ServerState = Literal["starting", "ready", "stuck", "draining"]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
 from sse_starlette import ServerSentEvent
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta
-from .answer import dumps, json_response, named_event, respond
+from .answer import dumps, named_event, respond
 from .chat import EncodedChat
 from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, documented
@@ -285,4 +285,4 @@ async def response(request: Request, id: str) -> Response:
 async def delete_response(request: Request, id: str) -> Response:
     """Delete a stored response."""
     memory_of(request).delete(id)
-    return json_response({"id": id, "object": "response", "deleted": True})
+    return JSONResponse({"id": id, "object": "response", "deleted": True})

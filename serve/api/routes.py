@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from base64 import b64encode
 from datetime import UTC, datetime
@@ -14,10 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
 from pydantic import Field
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from .. import log
 from ..speculation import Mode, PolicyName
-from .answer import json_response, respond_encoded
+from .answer import respond_encoded
 from .chat import render_chat
 from .encoding import Encoder
 from .errors import ERRORS, ApiError, documented
@@ -27,7 +27,6 @@ from .received import models_of, receive, unless_disconnected
 from .schema import Body, ChatMessage, ChatRequest, Id, Many, Tool
 from .service import Service
 
-log = logging.getLogger("eagle_mlx.serve")
 router = APIRouter()
 
 
@@ -75,13 +74,13 @@ async def health(request: Request) -> Response:
     health: dict[str, Any] = {"status": models.state}
     if models.settings.idle_unload_minutes:
         health["unloaded"] = [name for name, service in models.services.items() if service.state == "unloaded"]
-    return json_response(health, 200 if health["status"] == "ready" else 503)
+    return JSONResponse(health, 200 if health["status"] == "ready" else 503)
 
 
 @router.get("/version", responses=documented(401))
 async def version() -> Response:
     """Return the server's version."""
-    return json_response({"version": metadata.version("eagle-mlx")})
+    return JSONResponse({"version": metadata.version("eagle-mlx")})
 
 
 @router.get("/v1/models", responses=documented(401))
@@ -90,8 +89,8 @@ async def models(request: Request) -> Response:
     services = models_of(request).services
     if "anthropic-version" in request.headers:
         names, data = list(services), list(map(described_to_anthropic, services.values()))
-        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
-    return json_response({"object": "list", "data": list(map(described, services.values()))})
+        return JSONResponse({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return JSONResponse({"object": "list", "data": list(map(described, services.values()))})
 
 
 @router.get("/v1/models/{model:path}", responses=documented(401, 404))
@@ -99,7 +98,7 @@ async def model(request: Request, model: str) -> Response:
     """Return a model by its name."""
     service = models_of(request).known(model)
     describe = described_to_anthropic if "anthropic-version" in request.headers else described
-    return json_response(describe(service))
+    return JSONResponse(describe(service))
 
 
 def described(service: Service) -> dict[str, Any]:
@@ -139,7 +138,7 @@ async def metrics(request: Request) -> Response:
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
     """Return the speculation metrics of a model."""
     service = models_of(request).named(model)
-    return json_response(speculation_summary(service.totals, _loaded(service)).model_dump())
+    return JSONResponse(speculation_summary(service.totals, _loaded(service)).model_dump())
 
 
 def _loaded(service: Service) -> Loaded:
@@ -180,7 +179,7 @@ async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
     service, _ = await _admitted(request, AdminRequest)
     await unless_disconnected(request, models_of(request).loaded(service))
-    return json_response(described(service))
+    return JSONResponse(described(service))
 
 
 @router.post("/admin/unload", responses=documented(*_ERRORS, 409))
@@ -188,7 +187,7 @@ async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
     service, _ = await _admitted(request, AdminRequest)
     await models_of(request).unload(service)
-    return json_response(described(service))
+    return JSONResponse(described(service))
 
 
 @router.post("/admin/speculation", responses=documented(*_ERRORS, 409, model=SpeculationSummary))
@@ -201,7 +200,7 @@ async def change_speculation(request: Request) -> Response:
     now = speculation_summary(service.totals, loaded)
     drafters = " and ".join(now.spec_decode_drafters) or "nothing"
     log.info("model %s: %s drafts, up to %d tokens, policy %s", service.name, drafters, now.current_k, now.spec_policy)
-    return json_response(now.model_dump())
+    return JSONResponse(now.model_dump())
 
 
 async def _admitted(request: Request, kind: type[A]) -> tuple[Service, A]:

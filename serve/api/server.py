@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from eagle_mlx.command import leave_terminal
 from eagle_mlx.errors import ConfigError
 
+from .. import log
 from . import chat, completions, messages, metrics, responses, routes, schema
 from .errors import add_handlers
 from .guard import KeyGuard, RequestGuard
@@ -203,7 +203,6 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
             connection.transport.abort()
 
 
-log = logging.getLogger("eagle_mlx.serve")
 _ABORT_SECONDS = 2.0  # time to send the errors of aborted answers
 _WATCH_SECONDS = 0.1  # interval of checks
 

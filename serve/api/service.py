@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from bisect import bisect_left
@@ -18,13 +17,13 @@ from eagle_mlx import Output
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 
+from .. import log
 from .errors import ApiError
 from .model import Loaded
 from .options import Settings
 from .watchdog import Watchdog
 from .worker import Job, RequestEvent, Worker
 
-log = logging.getLogger("eagle_mlx.serve")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable, disk_bytes, name_of
 from eagle_mlx.memory import free_memory, gb, models_bytes
 
+from .. import log
 from ..speculation import bytes_of
 from .guard import is_loopback
 from .loader import check, load, several
@@ -101,7 +101,7 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
         say(f"model: {name}")
         return Models(settings, [ModelSource(name, lambda: load(config, say), config.max_batch)], at_start=True)
     nbytes = bytes_of(options.memory_gb) or models_bytes(free_memory())
-    sources = several(configs, nbytes, logging.getLogger("eagle_mlx.serve").info)
+    sources = several(configs, nbytes, log.info)
     say(f"models: {', '.join(configs)}; each is loaded on demand, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import tempfile
 
+from .. import log
 from .worker import Worker
 
-log = logging.getLogger("eagle_mlx.serve")
 _READING = 10
 """Factor of the time of a step that reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
 

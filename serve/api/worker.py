@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,11 +25,11 @@ from eagle_mlx.proposers.memory import Remembered
 from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 
+from .. import log
 from ..learning.learner import Learner
 from .errors import ApiError
 from .model import Loaded
 
-log = logging.getLogger("eagle_mlx.serve")
 T = TypeVar("T")
 _DIED = "the engine's thread died"
 
