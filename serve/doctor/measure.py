@@ -14,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine import Engine
 from eagle_mlx.head_check import trial_prompts
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.plan import Plan
 from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
@@ -113,29 +117,13 @@ def target_step(target: Target, cache: RaggedCache, positions: int) -> Step:
 
 
 def draft_steps(target: Target, head: DraftHead, context: int, depth: int) -> Step:
-    """Return a call that drafts a chain of tokens, each from the one before it, like a round."""
-    head.attach(target)
-    cache, width = RaggedCache(head.cache_layers, 1), head.hidden_size
-
-    def forward(tokens: mx.array, g: mx.array) -> mx.array:
-        return head(head.embed(tokens), g, cache)
-
-    mx.eval(forward(mx.zeros((1, context), mx.int32), mx.zeros((1, context, width), target.dtype)))
-    cache.lengths.advance(context)
-
-    def draft() -> None:
-        tokens, g = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, width), target.dtype)
-        before = cache.lengths.save()
-        for _ in range(depth):
-            g = forward(tokens, g)
-            tokens = mx.argmax(head.logits(g), axis=-1)
-            tokens = tokens if head.token_ids is None else head.token_ids[tokens]
-            mx.async_eval(tokens)
-            cache.lengths.advance(1)
-        cache.lengths.restore(before)
-        mx.eval(tokens)
-
-    return draft
+    """Return a call that drafts a chain of tokens, each from the one before it, as in a round."""
+    proposer = HeadProposer(head)
+    proposer.bind(target)
+    state, layer = proposer.open([[]]), mx.zeros((1, context, target.hidden_size), target.dtype)
+    state.prefill(Observation([[0] * context], (layer,) * len(proposer.aux_layers)))
+    sampling, positions = SamplingBatch.of([SamplingParams()], [0]), mx.array([context], mx.int32)
+    return lambda: mx.eval(state.draft(Plan(depth), sampling, positions).tokens)
 
 
 def time_steps(target: Target, head: DraftHead, seconds: float) -> Steps:
