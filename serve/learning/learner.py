@@ -12,8 +12,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -55,8 +56,6 @@ LEAST_JUDGED, MOST_JUDGED = 12, 160
 (benchmarks/judge.py)."""
 _JUDGED_TOKENS = 64
 """Tokens of an answer along which heads draft, because a request may wait for that."""
-_TEXTS = 8
-"""Collected texts that a piece of work takes in, because a request may wait for that."""
 _MOST_LOST = 0.02
 """The most that versions may lose in all over the older half of the conversations, for what is unusual now."""
 _DEPTH = 4  # draft tokens of the judge, as in `eagle-heads compare`
@@ -64,15 +63,6 @@ _RAREST = 64  # cycles need up to so many times the tokens while nothing is gain
 _MOST_FAILURES = 3
 """Failures in a row after which learning stops: a full disk may have space again, but a fault returns every time."""
 _CREDIT_SECONDS = 1.0  # time for learning that a share of the busy time may save up
-
-
-@dataclass(frozen=True)
-class _Former:
-    """The head that served before, until the new one has proved itself."""
-
-    head: HeadProposer
-    version: int
-    since: int  # only texts with later serials count
 
 
 class Learner:
@@ -120,27 +110,15 @@ class Learner:
         self._rng = np.random.default_rng(0)
         judged = self.versions.events[-1].time if self.versions.events else 0
         self._rarity = 1
-        self._remembered = 0  # the serial of the newest text that n-grams remember
-        self._new_tokens = sum(text.tokens for text in self.texts.written_after(judged) if not text.is_held_out)
+        self._remembered = 0  # the time of the newest text that n-grams remember
+        self._new_tokens = sum(text.tokens for text in self._learned() if text.time > judged)
         self._cycle: Iterator[None] | None = None
-        self._former: _Former | None = None
+        self._proven = 0  # the version that newer conversations have confirmed
         self._credit, self._failures = 0.0, 0
         self.steps = 0  # training steps so far
         if self.versions.serving:
-            self._exchange(first := self._loaded(self.versions.serving))
-            self._trainer, self._former = None, self._watched(first)
-
-    def _watched(self, first: HeadProposer) -> _Former | None:
-        """Return what served before a version that took over before the restart; `first` has the first head."""
-        event = self.versions.taken_over
-        if event is None:
-            return None
-        version, newer = self.versions.before(event.version), self.texts.written_after(event.time)
-        since = newer[0].serial - 1 if newer else len(self.texts.all)
-        try:
-            return _Former(self._loaded(version) if version else first, version, since)
-        except EagleError:  # its files are gone
-            return None
+            self._exchange(self._loaded(self._place(self.versions.serving)))
+            self._trainer = None
 
     def __str__(self) -> str:
         version = self.versions.serving
@@ -172,7 +150,7 @@ class Learner:
     def work(self) -> None:
         """Do a piece of work. If it fails, the serving head stays, and the copy begins again."""
         try:
-            self._absorb(_TEXTS)
+            self._absorb(1)  # at a time, because a request may wait for that
             if self._cycle is None and not self.collector.nbytes and self._is_due:
                 self._cycle = self._learn()
             if self._cycle is not None and next(self._cycle, self) is self:
@@ -188,7 +166,6 @@ class Learner:
         """Write the newest texts, and let others use the folder."""
         with self._claim:
             self._absorb()
-            self.texts.flush()
 
     def _absorb(self, most: int | None = None) -> None:
         """Move what was collected to the texts, at most so many."""
@@ -204,6 +181,9 @@ class Learner:
 
     def _held_out(self) -> list[Text]:
         return [text for text in self.texts.all if text.is_held_out]
+
+    def _learned(self) -> list[Text]:
+        return [text for text in self.texts.all if not text.is_held_out]
 
     def _learn(self) -> Iterator[None]:
         """Watch the newest version; then train on new and older texts, and judge the result, with a pause after each
@@ -223,16 +203,15 @@ class Learner:
             self._trainer.step(self._drawn(new), left)  # the rate falls to 0, so that the candidate is settled
             self.steps += 1
             yield
-        self.texts.flush()
         yield from self._challenge(self._trainer)
 
     def _remember(self) -> Iterator[None]:
         """Let the n-grams remember the texts to learn that they do not know yet."""
         if self._ngrams is None or self._ngrams.memory is None:
             return
-        for text in self.texts.all:
-            if text.serial > self._remembered and not text.is_held_out:
-                self._remembered = text.serial
+        for text in self._learned():
+            if text.time > self._remembered:
+                self._remembered = text.time
                 with suppress(FileNotFoundError):  # it has left since
                     self._ngrams.memory.add(self.texts.read(text).tokens.tolist())
                 yield
@@ -241,8 +220,7 @@ class Learner:
         """Return a trainer that continues the serving head, or else begins a new one with the newest texts."""
         from eagle_mlx.train import OnlineTrainer, first_head
 
-        version = self.versions.serving
-        place = self.versions.path(version) if version else self._speculation.head
+        place = self._place(self.versions.serving)
         if place is not None:
             return OnlineTrainer(load_found(place, self._target), self._target)
         examples = list(map(self.texts.read, self._newest(_BUFFER_BYTES // self.texts.token_bytes)))
@@ -250,13 +228,13 @@ class Learner:
 
     def _newest(self, tokens: int) -> list[Text]:
         """Return the newest texts to learn, oldest first, with so many tokens in all, or a few more."""
-        learned = [text for text in self.texts.all if not text.is_held_out]
+        learned = self._learned()
         ends = list(accumulate(text.tokens for text in reversed(learned)))
         return learned[-1 - bisect_left(ends, tokens) :]
 
     def _drawn(self, new: int) -> list[Example]:
         """Return four examples, for the rows of a step: two of the newest texts, with `new` tokens, and two of all."""
-        pools = self._newest(new), [text for text in self.texts.all if not text.is_held_out]
+        pools = self._newest(new), self._learned()
         chosen = [texts[self._rng.integers(len(texts))] for texts in pools for _ in range(2)]
         return [self.texts.read(text) for text in chosen]
 
@@ -265,18 +243,17 @@ class Learner:
         shutil.rmtree(self.versions.candidate, ignore_errors=True)
         trainer.save(self.versions.candidate, {"learned": "from requests"})
         yield
-        candidate = self._loaded(None)
+        candidate = self._loaded(self.versions.candidate)
         yield
-        judge = Judge(self._target, self._drafter(self._serving, self.versions.serving), candidate, _DEPTH)
+        judge = Judge(self._target, self._drafter(self.versions.serving), candidate, _DEPTH)
         yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
         took = self._event("took over", self.versions.latest + 1, judge, trainer.tokens)
         gain, keeps = judge.comparison().gain, self.versions.lost - took.older <= _MOST_LOST
         if gain.verdict == "better" and keeps:
-            former = _Former(candidate, self.versions.serving, self.texts.all[-1].serial)
             self.versions.take_over(took)
             self._exchange(candidate)
             trainer.took_over()
-            self._former, self._rarity = former, 1
+            self._rarity = 1
         else:
             self.versions.note(replace(took, outcome="not better", version=self.versions.serving))
             if gain.gain < LEAST_GAIN:  # a larger one only needs more conversations to be told
@@ -286,31 +263,44 @@ class Learner:
 
     def _watch(self) -> Iterator[None]:
         """Judge the serving version against the one before on newer texts, and return to that if it is worse."""
-        former = self._former
-        if former is None:
+        event = self.versions.taken_over
+        if event is None or event.version == self._proven:
             return
-        newer = _conversations([text for text in self._held_out() if text.serial > former.since])
+        newer = _conversations([text for text in self._held_out() if text.time > event.time])
         if len(newer) < LEAST_JUDGED:
             return
-        judge = Judge(self._target, self._drafter(former.head, former.version), self._serving, _DEPTH)
+        version = self.versions.before(event.version)
+        try:
+            former = self._drafter(version)
+        except EagleError:  # its files are gone
+            return
+        yield
+        judge = Judge(self._target, former, self._serving, _DEPTH)
         yield from self._draft_along(judge, newer[:MOST_JUDGED])
         if judge.comparison().gain.verdict == "worse":
-            self.versions.note(self._event("rolled back", former.version, judge, 0))
-            self._exchange(former.head)
+            self.versions.note(self._event("rolled back", version, judge, 0))
+            self._exchange(former)
             self._trainer = None
-        if len(newer) >= MOST_JUDGED or self._trainer is None:
-            self._former = None
+        elif len(newer) >= MOST_JUDGED:
+            self._proven = event.version
 
-    def _drafter(self, head: HeadProposer, version: int) -> Proposer:
-        """Return what drafts while this version serves."""
-        return head if version or self._ngrams is None else self._ngrams
+    def _place(self, version: int) -> Path | str | None:
+        """Return the folder of a version, or the head that the server was started with; None if it had none."""
+        return self.versions.path(version) if version else self._speculation.head
 
-    def _exchange(self, other: HeadProposer) -> None:
-        """Let another head serve, that of `versions.serving`. Its acceptance is compared with its own past alone."""
-        self._serving.exchange(other)
-        self._drift = DriftDetector()
+    def _drafter(self, version: int) -> Proposer:
+        """Return what drafts while a version serves. Raises EagleError if its files are gone."""
+        if not version and self._ngrams is not None:
+            return self._ngrams
+        return self._serving if version == self.versions.serving else self._loaded(self._place(version))
+
+    def _exchange(self, other: Proposer) -> None:
+        """Let another head serve, or n-grams alone."""
+        if isinstance(other, HeadProposer):
+            self._serving.exchange(other)
+        self._drift = DriftDetector()  # its acceptance is compared with its own past alone
         if isinstance(self._proposer, HybridProposer):
-            self._proposer.model_drafts = bool(self.versions.serving) or self._ngrams is None
+            self._proposer.model_drafts = isinstance(other, HeadProposer)
 
     def _draft_along(self, judge: Judge, texts: Sequence[Text]) -> Iterator[None]:
         for text in texts:
@@ -341,9 +331,10 @@ class Learner:
         states = dict(zip(layers, mx.split(whole, len(layers), axis=-1), strict=True))
         return Recording(example.tokens[:end].tolist(), answer, SamplingParams(max_tokens=_JUDGED_TOKENS), states)
 
-    def _loaded(self, version: int | None) -> HeadProposer:
-        """Return a version of the head, or else the candidate, as it would serve."""
-        head = load_found(self.versions.candidate if version is None else self.versions.path(version), self._target)
+    def _loaded(self, place: Path | str | None) -> HeadProposer:
+        """Return a head as it would serve."""
+        assert place is not None
+        head = load_found(place, self._target)
         quantize_for(head, self._target, self._speculation.head_bits)
         loaded = HeadProposer(head, self._speculation.draft_window, self._speculation.draft_sink)
         loaded.bind(self._target)
@@ -351,11 +342,9 @@ class Learner:
 
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
         comparison, older = judge.comparison(), judge.drafted[: len(judge.drafted) // 2]
-        gain = comparison.gain
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
         lost = gain_of([first.decoded for first, _ in older], [second.decoded for _, second in older]).gain
-        about = (gain.conversations, tokens, int(time.time()))
-        return Event(outcome, version, *taus, gain.gain, gain.low, gain.high, lost, *about)
+        return Event(outcome, version, *taus, comparison.gain, lost, tokens, time.time_ns())
 
 
 def with_new_head(proposer: Proposer | None, target: Target, speculation: Speculation) -> Proposer | None:
@@ -382,7 +371,7 @@ def head_of(proposer: Proposer | None) -> HeadProposer:
 def _conversations(texts: Sequence[Text]) -> list[Text]:
     """Return the newest text of each conversation, oldest first."""
     newest = {text.key: text for text in texts}
-    return sorted(newest.values(), key=lambda text: text.serial)
+    return sorted(newest.values(), key=lambda text: text.time)
 
 
 def _keeps(patterns: Sequence[str], target: Target) -> Callable[[Sequence[int]], bool]:

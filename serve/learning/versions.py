@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +14,13 @@ from typing import Any, Literal
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import locked, sync_folder, write_whole
 from eagle_mlx.memory import gb
+from eagle_mlx.paired import Gain
 from eagle_mlx.progress import counted
 
 log = logging.getLogger("eagle_mlx.serve")
 TEXTS, HEADS = "texts", "heads"
-_CANDIDATE, _LOG, _IDENTITY, _LOCK = "candidate", "log.json", "identity.json", "lock"
-_FORMAT = "eagle-mlx-learned-1"
+_CANDIDATE, _LOG, _IDENTITY = "candidate", "log.json", "identity.json"
+_FORMAT = "eagle-mlx-learned-2"
 _KEPT = 5
 """Versions of the head on disk; the oldest leave first, but never the serving one and the one before."""
 _EVENTS = 200
@@ -40,20 +39,17 @@ class Event:
     """τ of the head that served, over held-out conversations."""
     after: float
     """τ of the candidate over the same conversations."""
-    gain: float
-    low: float | None
-    high: float | None
+    gain: Gain
     older: float
     """The gain over the older half of the conversations."""
-    conversations: int
     tokens: int
     """Tokens that the candidate had learned."""
     time: int
+    """Nanoseconds since 1970."""
 
     def __str__(self) -> str:
-        interval = "" if self.low is None or self.high is None else f" ({self.low:+.1%} to {self.high:+.1%})"
-        over = counted(self.conversations, "held-out conversation")
-        return f"{self.outcome}: tau {self.before:.3f} to {self.after:.3f}, {self.gain:+.1%}{interval} over {over}"
+        over = counted(self.gain.conversations, "held-out conversation")
+        return f"{self.outcome}: tau {self.before:.3f} to {self.after:.3f}, {self.gain.interval} over {over}"
 
 
 class Versions:
@@ -151,7 +147,8 @@ def _read_log(folder: Path) -> list[Event]:
     """Return the events, none without a log. Raises ConfigError if the log cannot be read."""
     path = folder / _LOG
     try:
-        return [Event(**event) for event in json.loads(path.read_text())["events"]] if path.exists() else []
+        events = json.loads(path.read_text())["events"] if path.exists() else []
+        return [Event(**{**event, "gain": Gain(**event["gain"])}) for event in events]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} cannot be read ({e}); remove {folder}, or name another folder") from e
 
@@ -170,7 +167,7 @@ def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:
                 # A server would delete what is not its own there.
                 raise ConfigError(f"--learn {folder} has heads or texts of something else; name a new folder")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.enter_context(_locked(folder))
+            stack.enter_context(locked(folder))
             there = path.read_text() if path.exists() else None
             if there is None:
                 write_whole(path, content.encode(), mode=0o600)
@@ -188,22 +185,6 @@ def _weights(identity: str) -> list[str]:
     return [line for line in identity.splitlines() if not line.startswith(' "target":')]
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises OutputError, with the process that holds it."""
-    lock = folder / _LOCK
-    lock.touch(0o600)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(lock))
-        except OutputError as e:
-            user = lock.read_text().strip()
-            raise OutputError(f"{folder} is in use by process {user}; end it, or name another folder") from e
-        with suppress(OSError):  # a full disk, which `forget` shall help
-            lock.write_text(f"{os.getpid()}\n")
-        yield
-
-
 def show_log(folder: Path) -> int:
     """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
     _check(folder)
@@ -212,7 +193,7 @@ def show_log(folder: Path) -> int:
         print(f"{folder} has no versions of a head yet")
         return 1
     for event in events:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.time))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.time / 1e9))
         print(f"{when}  version {event.version:<3} {event}; {counted(event.tokens, 'token')} learned")
     serving = events[-1].version
     print(f"version {serving} serves" + (", the head that the server is started with" if not serving else ""))
@@ -241,7 +222,7 @@ def forget(folder: Path) -> int:
     uses it, or if a text cannot be deleted."""
     _check(folder)
     try:
-        with _locked(folder), suppress(FileNotFoundError):
+        with locked(folder), suppress(FileNotFoundError):
             for path in (folder / TEXTS).iterdir():  # the folder may be a link to another disk
                 path.unlink()
     except OSError as e:

@@ -14,6 +14,7 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.hidden_states import Example
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
@@ -90,7 +91,7 @@ def test_a_second_server_and_a_server_without_a_head_are_refused(
     learned = str(models / "learned")
     second = ["--target", str(models / "target"), "--head", str(models / "head"), "--learn", learned, "--check"]
     assert main(second) == 2
-    assert f"{learned} is in use by process" in capsys.readouterr().err
+    assert f"another process is writing to {learned}" in capsys.readouterr().err
     assert main(["--target", str(models / "target"), "--head", "none", "--learn", learned, "--check"]) == 2
     assert "--learn needs a head" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--learn cannot be used with --shard"):
@@ -114,12 +115,12 @@ def test_a_model_whose_texts_cannot_be_written_still_gives_back_its_memory(
     folders = {"learn": str(tmp_path / "learned"), "prefix_cache_dir": str(tmp_path / "cache"), "prefix_disk_gb": 0.1}
     before = set(enumerate_threads())
 
-    def full(texts: Texts) -> None:
+    def full(texts: Texts, example: Example) -> None:
         raise OSError(28, "No space left on device")
 
     with live(lambda: load(config(models, **folders), lambda _: None)) as server:
         assert server.http.post(COMPLETIONS, json={"prompt": "a b c", "max_tokens": 4}).status_code == 200
-        monkeypatch.setattr(Texts, "flush", full)
+        monkeypatch.setattr(Texts, "add", full)
         assert server.http.post("/admin/unload", json={"model": NAME}).status_code == 200
         server.until(lambda: not any("writer" in thread.name for thread in {*enumerate_threads()} - before))
         assert len(list(tmp_path.glob("cache/memory-*.npz"))) == 1
