@@ -248,7 +248,7 @@ class Learner:
         judge = Judge(self._target, self._drafter(self.versions.serving), candidate, _DEPTH)
         yield from self._draft_along(judge, self._sample(_conversations(self._held_out())))
         took = self._event("took over", self.versions.latest + 1, judge, trainer.tokens)
-        gain, keeps = judge.comparison().gain, self.versions.lost - took.older <= _MOST_LOST
+        gain, keeps = took.gain, took.lost <= _MOST_LOST
         if gain.verdict == "better" and keeps:
             self.versions.take_over(took)
             self._exchange(candidate)
@@ -343,7 +343,8 @@ class Learner:
     def _event(self, outcome: Outcome, version: int, judge: Judge, tokens: int) -> Event:
         comparison, older = judge.comparison(), judge.drafted[: len(judge.drafted) // 2]
         taus = (comparison.first.acceptance_length, comparison.second.acceptance_length)
-        lost = gain_of([first.decoded for first, _ in older], [second.decoded for _, second in older]).gain
+        gain = gain_of([first.decoded for first, _ in older], [second.decoded for _, second in older]).gain
+        lost = max(0.0, self.versions.lost - gain)
         return Event(outcome, version, *taus, comparison.gain, lost, tokens, time.time_ns())
 
 

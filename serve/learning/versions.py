@@ -40,8 +40,8 @@ class Event:
     after: float
     """τ of the candidate over the same conversations."""
     gain: Gain
-    older: float
-    """The gain over the older half of the conversations."""
+    lost: float
+    """The loss of the candidate and the versions since the best one, over older conversations: 0.01 is 1 %."""
     tokens: int
     """Tokens that the candidate had learned."""
     time: int
@@ -83,13 +83,9 @@ class Versions:
 
     @property
     def lost(self) -> float:
-        """The loss over older conversations of the serving version since the best before it: 0.01 is 1 %."""
-        lost, serving = {0: 0.0}, 0
-        for event in self.events:
-            if event.outcome == "took over":
-                lost[event.version] = max(0.0, lost.get(serving, 0.0) - event.older)
-            serving = event.version
-        return lost.get(serving, 0.0)
+        """The loss of the serving version, as in its event."""
+        taken = (event for event in self.events if event.outcome == "took over")
+        return next((event.lost for event in taken if event.version == self.serving), 0.0)
 
     @property
     def taus(self) -> dict[int, float]:

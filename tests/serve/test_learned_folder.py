@@ -110,7 +110,7 @@ def test_old_versions_leave_and_the_serving_one_stays(tmp_path: Path) -> None:
             versions.take_over(event(version))
         kept = sorted(int(path.name) for path in (tmp_path / "learned" / "heads").iterdir())
         assert kept == [4, 5, 6, 7, 8]
-        versions.note(replace(event(4), outcome="rolled back", after=1.9, older=-0.1))
+        versions.note(replace(event(4), outcome="rolled back", after=1.9))
         for version in range(9, 12):
             save(versions, version)
             versions.take_over(event(version))
@@ -258,15 +258,15 @@ def test_each_version_has_the_tau_of_its_last_judgment(tmp_path: Path) -> None:
 def test_a_version_that_is_rolled_back_has_lost_nothing(tmp_path: Path) -> None:
     with claim(tmp_path, {}):
         versions = Versions(tmp_path)
-        for outcome, version, older, lost in (
-            ("took over", 1, -0.01, 0.01),
-            ("took over", 2, -0.01, 0.02),
-            ("not better", 2, -0.05, 0.02),
+        for outcome, version, of_candidate, lost in (
+            ("took over", 1, 0.01, 0.01),
+            ("took over", 2, 0.02, 0.02),
+            ("not better", 2, 0.07, 0.02),
             ("rolled back", 1, 0.01, 0.01),
-            ("took over", 3, 0.03, 0.0),
+            ("took over", 3, 0.0, 0.0),
         ):
-            versions.note(replace(event(version), outcome=outcome, older=older))
-            assert versions.lost == pytest.approx(lost)
+            versions.note(replace(event(version), outcome=outcome, lost=of_candidate))
+            assert versions.lost == lost
 
 
 def test_candidates_that_are_not_better_do_not_hide_what_versions_have_lost(tmp_path: Path) -> None:
@@ -274,10 +274,10 @@ def test_candidates_that_are_not_better_do_not_hide_what_versions_have_lost(tmp_
     with claim(tmp_path, {}):
         versions = Versions(tmp_path)
         for version in (1, 2):
-            versions.note(replace(event(version), before=2.0 + version, older=-0.01))
+            versions.note(replace(event(version), before=2.0 + version, lost=0.01 * version))
         for _ in range(210):
             versions.note(replace(event(2), outcome="not better", before=5.0))
-        assert versions.lost == pytest.approx(0.02)
+        assert versions.lost == 0.02
         assert versions.taus == {0: 3.0, 1: 4.0, 2: 5.0}
         assert len(versions.events) == 200
         assert Versions(tmp_path).events == versions.events
