@@ -21,15 +21,10 @@ from ..recipes import RECIPES, recipe_names
 @dataclass(frozen=True)
 class Recipe:
     name: str
-    source: str  # where the model is published. `model` is from its config.json
+    base_model: str  # hub id of the original model. `model` is from its config.json
     settings: Mapping[str, Any]  # settings of TrainConfig, by name
     model: Mapping[str, Any]  # fields of the model's config.json, and the quantization of `settings['target']`
     tokens_each: int = 1000  # assumed tokens per conversation, for estimates before any data is read
-
-    @property
-    def base_model(self) -> str:
-        """Hub id of the original model."""
-        return self.source.removeprefix("https://huggingface.co/")
 
 
 def load_recipe(name: str, head: str = "") -> Recipe:
