@@ -309,9 +309,8 @@ class Admission:
         proposer = self.proposer if work.touches[0].counts.may_draft else None
         batch = Batch(self.target, proposer, work.touches, work.prefix, self.kv_bits, self.collector)
         cached = work.prefix.length if work.prefix is not None else 0
-        self.prefills.append(
-            Prefill(batch, cached, self.prefixes)
-        )  # first: other threads see them in the queue or here
+        # First, so that other threads see the requests in the queue or here.
+        self.prefills.append(Prefill(batch, cached, self.prefixes))
         for request in work.touches:
             self.take(request)
 
