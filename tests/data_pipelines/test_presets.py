@@ -95,7 +95,7 @@ def test_every_preset_reads_rows_like_its_own(name: str, kind: str, tmp_path: Pa
     report = ReadReport()
     conversations = list(read_conversations(DataConfig((f"preset:{name}@{path}",), seed=None), "all", report=report))
     assert [[(m.role, m.content) for m in c.messages] for c in conversations] == SAID[name]
-    assert report.unusable == len(ROWS[name]) - len(SAID[name])
+    assert report.left_out["unusable"] == len(ROWS[name]) - len(SAID[name])
     assert all(c.origin.startswith(f"preset:{name}@") for c in conversations)
 
 

@@ -84,7 +84,7 @@ def test_a_bad_line_of_a_stream_is_named(tmp_path: Path) -> None:
     report = ReadReport()
     config = DataConfig((str(path),), seed=None, stream=True, skip_bad=True)
     assert [c.text for c in read_conversations(config, "all", report=report)] == ["a", "c"]
-    assert report.unusable == 1
+    assert report.left_out["unusable"] == 1
     assert "x.jsonl:2: not valid JSON" in str(report)
 
 

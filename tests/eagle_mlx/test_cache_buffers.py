@@ -237,6 +237,6 @@ def test_a_window_forgets_all_entries_after_a_length_and_none_before_it(length: 
         part.update_and_fetch(entry, entry)
         cache.advance(1)
     cache.sync([written])
-    part.forget_after(length)
+    part.zero(0, length)
     kept = {int(x) for x in np.array(part.keys)[0, 0, :, 0] if x}
     assert kept == {position + 1 for position in range(max(0, written - part.ring), length)}

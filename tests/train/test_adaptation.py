@@ -24,6 +24,7 @@ from eagle_mlx.train.data import answer_prompts, heldout_prompts, training_data
 from eagle_mlx.train.distributed import SINGLE_PROCESS
 from eagle_mlx.train.kinds import KINDS as TRAINED
 from eagle_mlx.train.kinds import choose_trained, merged, resolve
+from eagle_mlx.train.publish import CardOptions
 from eagle_mlx.train.publish.bundle import read_source
 from eagle_mlx.train.publish.card import make_card
 from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
@@ -135,7 +136,7 @@ def test_a_better_head_is_taken(target: Path, data: Path, tmp_path: Path, capsys
     assert files(out / "best") == files(out / "last")
     assert files(head) == before
     assert [record.head for record in records()] == [str(out / "best")]
-    text = str(make_card(read_source(out), "owner/mine", "owner/tiny", ("mit", None, None), []))
+    text = str(make_card(read_source(out), "owner/mine", "owner/tiny", CardOptions(license="mit"), []))
     assert f"| adapted from | head: {adapted['summary']} |" in text
     assert "eagle-train --target owner/tiny --adapt head --data mine.jsonl --replay mine.jsonl" in text
 
@@ -153,7 +154,7 @@ def test_a_head_that_is_not_better_stays(target: Path, data: Path, tmp_path: Pat
     assert "would probably have been told" in last or "prompts more would tell a difference of 1.0%" in last
     assert files(out / "best") == files(head)
     assert records() == []
-    shown = str(make_card(read_source(out), "owner/mine", "owner/tiny", ("mit", None, None), []))
+    shown = str(make_card(read_source(out), "owner/mine", "owner/tiny", CardOptions(license="mit"), []))
     assert "| adapted from | head, which it is, unchanged: the result was not better. τ 1." in shown
 
 

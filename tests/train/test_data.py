@@ -218,22 +218,22 @@ def test_contradictory_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("cache", "memory", "disk", "place", "reason"),
     [
-        (1e9, 1e9, 1e9, "memory", "156.0 MB in 16 bits, captured once, kept in memory"),
-        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on disk"),
+        (1e9, 1e9, 1e9, "memory", "149.8 MB in 16 bits, captured once, kept in memory"),
+        (1e9, 1e8, 1e9, "disk", "77.5 MB in 8 bits, captured once, kept on disk"),
         (9e7, 1e9, 1e9, "disk", "kept on disk"),
-        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured for each batch"),
-        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB free on the disk"),
+        (7e7, 1e9, 1e9, "online", "more than the cache of 70.0 MB, so captured for each batch"),
+        (1e9, 1e8, 7e7, "online", "more than the 70.0 MB free on the disk"),
     ],
 )
 def test_where_states_go(
     cache: float, memory: float, disk: float, place: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
+    meta = ShardMeta("t", 192, 50, (1, 2, 3), bits=8)
     monkeypatch.setattr(storage, "free_disk", lambda folder: disk / 0.95)
     settings = config("none").changed(cache_gb=cache / 1e9)
     choice = choose_states(settings, 97_200, meta, free=int(memory / 0.8))
     assert choice.place == place
-    assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
+    assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 192 values: ")
     assert reason in choice.text
     in_16 = 97_200 * bytes_per_token(replace(meta, bits=16))
     assert choice.size == (in_16 if place == "memory" else 97_200 * bytes_per_token(meta))
