@@ -38,7 +38,10 @@ class Older:
         # Leave out finders of editable installations, which would find modules that only this version has.
         sys.meta_path[:] = [finder for finder in finders if getattr(finder, "__module__", "").startswith("_frozen")]
         try:
-            return _first(names)
+            module = _first(names)
+            for name in getattr(module, "__all__", ()):
+                getattr(module, name)  # later, a name that is imported on its first use would be this version's
+            return module
         finally:
             sys.meta_path[:] = finders
             sys.path.remove(self._checkout)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
@@ -78,6 +81,16 @@ def test_other_engines_are_compared_with_the_same_head(tmp_path: Path, capsys: p
     for rows in ("1", "2"):
         assert [table[engine, rows, drafts][-1].strip() for engine, drafts in ways] == ["2 of 2"] * 3
         assert "PackageNotFoundError" in table["mlx-dspark", rows, "2"][0]
+
+
+def test_another_version_decodes_with_its_own_code(tmp_path: Path) -> None:
+    """Although the package imports its names on their first use."""
+    shutil.copytree(FOLDER.parent / "eagle_mlx", tmp_path / "eagle_mlx", ignore=shutil.ignore_patterns("__pycache__"))
+    other = script("older.py")["Older"](tmp_path).package()
+    assert other.Engine is not em.Engine
+    for package, folder in ((other, tmp_path), (em, FOLDER.parent)):
+        for function in (package.Engine.step, package.HeadProposer.bind, package.load_target):
+            assert Path(inspect.getfile(function)).is_relative_to(folder)
 
 
 def test_a_verify_can_be_timed_without_a_head() -> None:
