@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -186,6 +187,15 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert capfd.readouterr().err == ""
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, which a shell's background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_download_before_its_files_are_whole(online: hub_server.Hub) -> None:
     weights = b"weights" * 100
     online.put("user/head", {"model.safetensors": weights, "config.json": b"{}"})
