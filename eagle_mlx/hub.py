@@ -124,7 +124,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @cache
 def recorded_heads() -> dict[str, dict[str, str]]:
-    """Return the rows of the table of published heads by hub id in lower case; what is not recorded is `UNKNOWN`."""
+    """Return the rows of the table of published heads by hub id in lower case; a fact that it lacks is `UNKNOWN`."""
     table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))
     facts = dict.fromkeys(("license", "size", "revision"), UNKNOWN)
     rows = ({**facts, **row, "target": target} for target, heads in table["heads"].items() for row in heads)

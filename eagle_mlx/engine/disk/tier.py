@@ -176,7 +176,7 @@ class DiskTier:
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory, 0 if it has no room; `complete`: the prompt can
-        continue from it. Drops what was read ahead."""
+        continue from it. Drops the state that was read for it."""
         if match.state is not None:
             self.ahead.pop(match.state.path, None)
         if positions:
