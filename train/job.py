@@ -30,7 +30,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
 from .adaptation import LEARNING, Adaptation, division, making_limits, prepare, settled
-from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
+from .config import NOT_WITH_HOURS, SELF, HeadConfig, TrainConfig, TrainSettings, named_settings
 from .data import TrainData, check_data, heldout_prompts, make_data, self_file, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
@@ -110,7 +110,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
 def _without_replaced(recipe: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's settings without those for its kind of head, steps or data, if the user names others."""
     replaced, kind = set[str](), KIND_SETTINGS.get(str(named.get("head")))
-    if kind is not None and named["head"] != recipe.get("head"):
+    if kind is not None and named["head"] != recipe.get("head", HeadConfig.kind):
         replaced |= {*kind.defaults, *kind.foreign}
     if named.get("step_weights"):
         replaced |= {"unroll", "decay"}
