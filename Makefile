@@ -99,7 +99,7 @@ $(READY): pyproject.toml
 	@touch $(READY)
 
 # On Linux the wheel's own BLAS is about 40 times slower than OpenBLAS; without root this says what to type and goes on.
-# Which of OpenBLAS and BLIS is faster depends on the processor; the first command measures it.
+# Which of OpenBLAS and BLIS is faster depends on the processor (docs/install.md).
 blas: $(READY)
 	@if [ "$$(uname -s)" != Linux ] || [ -n "$$EAGLE_MLX_BLAS" ]; then exit 0; fi; \
 	found='import ctypes; ctypes.CDLL("libopenblas.so.0")'; \

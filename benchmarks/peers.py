@@ -50,10 +50,8 @@ QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK":
 
 def blas_of_children() -> dict[str, str]:
     """Return an environment for processes without this package: its BLAS, no network, no telemetry."""
-    library, threads = blas.activate(), str(blas.blas_threads())
+    library = blas.activate()
     same = {"OPENBLAS_CORETYPE": library.kernels} if library.kernels else {}
-    if library.choice:
-        same |= {"OPENBLAS_NUM_THREADS": threads, "BLIS_NUM_THREADS": threads}
     return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.path else {}), **same}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from eagle_mlx.blas import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.plan import LEAST_CHUNK
@@ -97,8 +96,7 @@ class Prefill:
         batch.observe(following, [start] * len(counts), counts, aux, in_prompts=True, embeddings=embeddings)
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
-        with prompt_threads():
-            mx.eval([cache.state for cache in batch.caches])
+        mx.eval([cache.state for cache in batch.caches])
 
 
 def evenly(total: int, most: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import subprocess
@@ -12,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx import blas
-from eagle_mlx.blas import prompt_threads
-from eagle_mlx.blas.choice import Choice, Variant, decide
-from eagle_mlx.blas.trial import ROWS
 from tests.full import in_full
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast BLAS of its own")
@@ -28,9 +23,6 @@ assert mx.all(a @ a == 64).item()
 print(blas.activate())
 """
 NAMED = "from eagle_mlx import blas\nprint(blas.activate())"
-
-
-USERS = ("OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE", "OMP_NUM_THREADS")
 
 
 def has_library(name: str) -> bool:
@@ -192,74 +184,6 @@ def test_importing_mlx_first_warns(tmp_path: Path) -> None:
     assert "import eagle_mlx first" in warnings
 
 
-TRIED = """
-import json, os, subprocess, sys
-sys.argv = {argv}
-for name in {users}:
-    os.environ.pop(name, None)
-os.environ.update({more})
-os.getloadavg = lambda: ({load}, 0.0, 0.0)
-os.sched_getaffinity = lambda process: [0, 1]
-def trial(command, env, **options):
-    print("trial", file=sys.stderr)
-    kernels = env.get("OPENBLAS_CORETYPE", "")
-    few = {{"": 2.0, "Haswell": 1.0, "SkylakeX": 1.0}}[kernels] if "openblas" in command[3] else 9.0
-    times = [[int(count), rows, few * float(count)] for count in command[5:] for rows in (1, 2, 4, 8, 256)]
-    result = [command[3].split(":")[0], "Zen", times]
-    return subprocess.CompletedProcess(command, 0, json.dumps(result))
-run, subprocess.run = subprocess.run, trial
-import eagle_mlx
-subprocess.run = run
-"""
-
-
-def tried(tmp_path: Path, *argv: str, load: float = 0.0, **more: str) -> tuple[str, int]:
-    """Return the BLAS of a command whose trial is given, and how many children measured."""
-    more = {"EAGLE_MLX_CACHE": str(tmp_path)} | more
-    out, errors = run(tmp_path, TRIED.format(argv=list(argv), load=load, users=USERS, more=more) + NAMED)
-    return out, errors.splitlines().count("trial")
-
-
-@linux
-@openblas
-def test_the_first_command_on_a_quiet_machine_measures_and_later_processes_use_its_result(tmp_path: Path) -> None:
-    assert "trial" not in tried(tmp_path, "eagle-serve", load=1.9)[0], "a busy machine gives no figures"
-    assert "trial" not in tried(tmp_path, "eagle-serve", "--help")[0]
-    assert "trial" not in tried(tmp_path, "program.py")[0]
-    out, trials = tried(tmp_path, "eagle-serve")
-    assert trials > 1
-    assert "1 threads in rounds, 1 for prompts: in a trial" in out
-    assert tried(tmp_path, "program.py", load=9.0) == (out, 0)
-    assert tried(tmp_path, "eagle-generate") == (out, 0)
-
-
-@linux
-@openblas
-def test_a_users_threads_kernels_or_library_are_not_overridden(tmp_path: Path) -> None:
-    assert "trial" in tried(tmp_path, "eagle-serve")[0]
-    for users in ({"OPENBLAS_NUM_THREADS": "2"}, {"OPENBLAS_CORETYPE": "Haswell"}, {"OMP_NUM_THREADS": "1"}):
-        assert "trial" not in tried(tmp_path, "eagle-serve", **users)[0]
-    assert "trial" not in run(tmp_path, setting="openblas", EAGLE_MLX_CACHE=str(tmp_path))[0]
-
-
-@linux
-@openblas
-def test_without_a_place_for_the_result_nothing_is_measured(tmp_path: Path) -> None:
-    assert tried(tmp_path, "eagle-serve", EAGLE_MLX_CACHE=os.devnull)[1] == 0
-
-
-@linux
-@openblas
-def test_a_damaged_result_is_measured_again(tmp_path: Path) -> None:
-    out, _ = tried(tmp_path, "eagle-serve")
-    (file,) = (tmp_path / "blas").iterdir()
-    for damaged in ("", "{}", "[]", json.dumps({"decoding": {"threads": 1}})):
-        file.write_text(damaged)
-        again, trials = tried(tmp_path, "eagle-serve")
-        assert again == out
-        assert trials
-
-
 @linux
 @blis
 def test_blis_can_be_named(tmp_path: Path) -> None:
@@ -267,39 +191,6 @@ def test_blis_can_be_named(tmp_path: Path) -> None:
     assert out.startswith("blis (")
     assert out.endswith("1")
     assert "Warning" not in warnings
-
-
-def times(few: float, many: float, other: float = 1.0) -> dict[tuple[int, int], float]:
-    """Return times of one thread, and of two that take `other` times as long."""
-    of_one = {rows: many if rows == max(ROWS) else few for rows in ROWS}
-    return {(count, rows): of_one[rows] * (other if count == 2 else 1.0) for rows in ROWS for count in (1, 2)}
-
-
-USUAL = Variant("libopenblas.so.0", "", times(1.0, 20.0))
-
-
-def test_openblas_with_its_own_settings_stays_unless_another_is_clearly_faster() -> None:
-    near = Variant("libopenblas.so.0", "SkylakeX", times(0.93, 19.0))
-    assert decide([USUAL, near], 2) == {"decoding": None, "training": None}
-    assert decide([], 2) == {"decoding": None, "training": None}
-
-
-def test_rounds_and_training_may_use_different_kernels() -> None:
-    wide = Variant("libopenblas.so.0", "SkylakeX", times(1.2, 10.0, 0.95))
-    assert decide([USUAL, wide], 2) == {"decoding": None, "training": Choice("libopenblas.so.0", "SkylakeX", 2, 2, 2.0)}
-
-
-def test_blis_leaves_a_core_to_python_in_rounds_but_not_for_prompts() -> None:
-    blis = Variant("libblis.so.4", "", times(0.5, 20.0, 0.6))
-    assert decide([USUAL, blis], 2)["decoding"] == Choice("libblis.so.4", "", 1, 2, 1.91)
-
-
-@pytest.mark.skipif(blas.activate().kind != "openblas", reason="another BLAS")
-def test_threads_for_prompts_are_set_back() -> None:
-    before = blas.blas_threads()
-    with prompt_threads():
-        pass
-    assert blas.blas_threads() == before
 
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")

@@ -9,13 +9,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
-
-from eagle_mlx.blas import choice as blas_choice
-from eagle_mlx.blas import trial as blas_trial
 
 ENVIRONMENT = "EAGLE_MLX_BLAS"
 _MISSING = {
@@ -26,10 +22,10 @@ _MISSING = {
     "blis": ("no BLIS found", "apt-get install libblis4-openmp (Debian, Ubuntu)"),
 }
 """The missing library and the remedy, by the value of EAGLE_MLX_BLAS."""
-_CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
+_OPENBLAS, _BLIS = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so"), ("libblis.so.4",)
 _CORETYPE = "OPENBLAS_CORETYPE"
-_CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"}
-"""Variables with which a user chooses."""
+_FALLBACK = "Prescott"
+"""OpenBLAS's kernels for an Intel processor that it does not know, from 2004 (its driver/others/dynamic.c)."""
 Kind = Literal["openblas", "blis", "reference", "accelerate", "other"]
 
 
@@ -38,14 +34,9 @@ class Blas:
     kind: Kind  # other: a named library, such as MKL
     path: str = ""  # the library's file; empty if MLX brings its own
     kernels: str = ""  # the processor for which OpenBLAS's kernels are made; OPENBLAS_CORETYPE can name another
-    choice: blas_choice.Choice | None = None  # if a trial chose
 
     def __str__(self) -> str:
-        name = self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
-        if self.choice is None:
-            return name
-        threads = f"{self.choice.threads} threads in rounds, {self.choice.prompt_threads} for prompts"
-        return f"{name}, {threads}: in a trial {self.choice.gain} times OpenBLAS's own settings"
+        return self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
 
     @property
     def public(self) -> str:
@@ -57,11 +48,11 @@ class Blas:
 def activate() -> Blas:
     """Load a fast BLAS into the global symbol table, once, and return the BLAS that MLX will use.
 
-    This must run before `mlx.core` is imported; `import eagle_mlx` does it. Without `EAGLE_MLX_BLAS`, it is what was
-    fastest on this machine (`blas_choice`), else OpenBLAS, else BLIS. `openblas` and `blis` are these libraries as they
-    are, `reference` keeps the BLAS in MLX's wheel, and `/path/to/lib.so` names a library. A missing library is not an
-    error: after one warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, it
-    gets kernels that fit, unless `OPENBLAS_CORETYPE` is set.
+    This must run before `mlx.core` is imported; `import eagle_mlx` does it. Without `EAGLE_MLX_BLAS`, it is OpenBLAS,
+    or BLIS if there is no OpenBLAS. `openblas` and `blis` name one of them, `reference` keeps the BLAS in MLX's wheel,
+    and `/path/to/lib.so` names a library. A missing library is not an error: after one warning, everything runs slowly
+    on the reference BLAS. If OpenBLAS does not know the processor, it gets kernels that fit, unless
+    `OPENBLAS_CORETYPE` is set.
     """
     wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
@@ -71,23 +62,17 @@ def activate() -> Blas:
     if "mlx.core" in sys.modules and _provider() is None:
         _warn("mlx was imported before eagle_mlx, too late to give it OpenBLAS; import eagle_mlx first")
         return Blas("reference")
-    choice = None
-    if not wish and not _CHOSEN & os.environ.keys():
-        choice = blas_choice.choose(_CANDIDATES, _fitting_kernels)
-    first = (choice.library,) if choice else ()
-    names = {"": (*first, *_CANDIDATES, blas_choice.BLIS), "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
+    names = {"": (*_OPENBLAS, *_BLIS), "openblas": _OPENBLAS, "blis": _BLIS}
     for name in names.get(wish, (wish,)):
         with contextlib.suppress(OSError):
-            _load(name, choice.kernels if choice else "")
+            _load(name)
             if provider := _provider():
                 library = ctypes.CDLL(provider)
-                kernels = blas_trial.kernels_of(library)
+                kernels = _kernels(library)
                 kind: Kind = "openblas" if kernels else "other"
                 if hasattr(library, "bli_thread_set_num_threads"):
                     kind = "blis"
-                if choice:
-                    blas_trial.set_threads(library, choice.threads)
-                return Blas(kind, provider, kernels, choice)
+                return Blas(kind, provider, kernels)
     other = f"{ENVIRONMENT}={wish} cannot be loaded", f"set {ENVIRONMENT} to openblas, blis or the path of a library"
     missing, remedy = _MISSING.get(wish or "openblas", other)
     _warn(f"{missing}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {remedy}")
@@ -115,18 +100,23 @@ def _provider() -> str | None:
     return os.fsdecode(info.file) if dladdr(symbol, ctypes.byref(info)) and info.file else None
 
 
-def _load(name: str, kernels: str) -> None:
+def _load(name: str) -> None:
     """Load a BLAS. OpenBLAS chooses its kernels when it is loaded; if it takes the oldest ones, it is loaded again."""
-    named = _CORETYPE in os.environ
-    if kernels:
-        os.environ[_CORETYPE] = kernels
     library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    if blas_trial.kernels_of(library) == blas_choice.FALLBACK and not named and (fitting := _fitting_kernels()):
-        os.environ[_CORETYPE] = fitting
-        ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
-        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    if not named:  # child processes choose for themselves
-        os.environ.pop(_CORETYPE, None)
+    if _CORETYPE in os.environ or _kernels(library) != _FALLBACK or not (fitting := _fitting_kernels()):
+        return
+    os.environ[_CORETYPE] = fitting
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
+    ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    del os.environ[_CORETYPE]  # child processes choose for themselves
+
+
+def _kernels(library: ctypes.CDLL) -> str:
+    """Return the processor for which an OpenBLAS chose its kernels; empty for another library."""
+    if not hasattr(library, "openblas_get_corename"):
+        return ""
+    library.openblas_get_corename.restype = ctypes.c_char_p
+    return str(library.openblas_get_corename().decode())
 
 
 def _fitting_kernels() -> str | None:
@@ -137,21 +127,11 @@ def _fitting_kernels() -> str | None:
     return next((kernels for kernels, needed in needs.items() if needed.issubset(flags)), None)
 
 
-def one_blas_thread(wanted: bool) -> AbstractContextManager[None]:
-    """Run the BLAS on one thread within the block if `wanted`, for parallel streams."""
-    return _threads(1 if wanted else 0)
-
-
-def prompt_threads() -> AbstractContextManager[None]:
-    """Within the block, use as many threads as are best for many rows, if a trial chose."""
-    choice = activate().choice
-    return _threads(choice.prompt_threads if choice else 0)
-
-
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def one_blas_thread(wanted: bool) -> Iterator[None]:
+    """Run the BLAS on one thread within the block if `wanted`, for parallel streams."""
     before = blas_threads()
-    set_blas_threads(count)
+    set_blas_threads(1 if wanted else 0)
     try:
         yield
     finally:
@@ -172,8 +152,12 @@ def blas_threads() -> int:
 def set_blas_threads(count: int) -> None:
     """Set the number of BLAS threads, if it is not 0 and the library can change it."""
     library = _library()
-    if library is not None and count:
-        blas_trial.set_threads(library, count)
+    if library is None or not count:
+        return
+    if activate().kind == "openblas":
+        library.openblas_set_num_threads(count)
+    else:
+        library.bli_thread_set_num_threads(ctypes.c_int64(count))
 
 
 @functools.cache
