@@ -49,8 +49,7 @@ class Unsaved(Stop):
 def train_head(args: argparse.Namespace, target: em.Target, prompts: list[list[int]], output: Path) -> dict[str, Any]:
     """Train a head by the recipe, measured on the demo's prompts; return the run's report. Raises EagleError."""
     own = {"target": str(args.target), "output": str(output), "eval_depth": args.depth, "eval_tokens": args.max_tokens}
-    limit = {} if args.minutes is None else {"minutes": args.minutes}
-    config = resolve(load_config(args.config, {**own, **limit}), target.hidden_size)
+    config = resolve(load_config(args.config, {**own, "minutes": args.minutes}), target.hidden_size)
     data = training_data(target, config, progress=True)
     with set_up(target, config, data_fingerprint(data), stop=Unsaved()) as setup:
         return train(setup, data, prompts)
@@ -176,8 +175,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head", type=Path, default=CHECKPOINTS / "head", help="the head that ships")
     parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
     parser.add_argument("--config", type=Path, default=CHECKPOINTS / "demo.yaml", help="recipe of the training")
-    parser.add_argument("--minutes", type=float, help="of training, in place of the recipe's")
-    parser.add_argument("--limit", type=int, default=100, help="held-out prompts (default 100)")
+    parser.add_argument("--minutes", type=float, default=2, help="of training, if the recipe's steps take longer")
+    parser.add_argument("--limit", type=int, default=40, help="held-out prompts (default 40)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4, help="draft tokens a round (default 4)")
     return parser.parse_args()
