@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from eagle_mlx.errors import ConfigError
@@ -31,9 +30,6 @@ class DoctorOptions(Group):
     )
     bits: Literal[4, 8, 16] | None = setting(
         None, "bits of random weights; 16 is not quantized (default: 4; on a CPU under Linux 16)"
-    )
-    learned: Path | None = setting(
-        None, "also say what this folder of eagle-serve --learn holds", name="learn", metavar="FOLDER"
     )
     seconds: float = setting(20.0, "limit of each part; slow machines measure fewer sizes", ABOVE_0, metavar="S")
     json: str | None = setting(

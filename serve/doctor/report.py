@@ -26,7 +26,6 @@ from eagle_mlx.progress import counted, progress_bar, tokens_per_second
 from eagle_mlx.proposers.draft_model import check_same_tokenizer
 from eagle_mlx.target import Target, load_target, nbytes_of
 
-from ..learning.versions import summary
 from . import measure
 from .measure import BestChain, SameBits, Steps
 from .options import PRINT, USUAL, DoctorOptions
@@ -67,8 +66,6 @@ class Findings:
     same_bits: Sequence[SameBits]
     chains: Sequence[BestChain]
     draft_model: MeasuredModel | None = None
-    learned: str | None = None
-    """A line about what a learning folder holds."""
 
 
 def doctor(options: DoctorOptions, command: str) -> None:
@@ -86,7 +83,6 @@ def doctor(options: DoctorOptions, command: str) -> None:
 
 def _measured(options: DoctorOptions) -> Findings:
     seconds = options.seconds
-    learned = None if options.learned is None else summary(options.learned.expanduser())
     target = _random_target(options) if options.target is None else options.loading.load(options.target)
     draft = None if options.draft_model is None else load_target(options.draft_model)
     if draft is not None:
@@ -109,7 +105,6 @@ def _measured(options: DoctorOptions) -> Findings:
         same_bits=measure.compare_bits(target, compared),
         chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
         draft_model=None if draft is None else _sizes(draft),
-        learned=learned,
     )
 
 
@@ -149,8 +144,6 @@ def as_text(findings: Findings) -> str:
     lines = [f"machine: {findings.machine}", f"memory: {limits}", f"model: {model}"]
     if findings.draft_model is not None:
         lines.append(f"draft model: {findings.draft_model}")
-    if findings.learned is not None:
-        lines.append(f"learned: {findings.learned}")
     lines += ["", "| positions | ms of a verify | of one position |", "|---|---|---|"]
     lines += [f"| {count} | {ms:.2f} | {ms / single:.2f} |" for count, ms in steps.verify_ms.items()]
     lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / single:.2f} of a verify of one position"]

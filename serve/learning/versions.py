@@ -185,6 +185,7 @@ def show_log(folder: Path) -> int:
     """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
     _check(folder)
     events = _read_log(folder)
+    print(f"{gb(sum(path.stat().st_size for path in folder.glob(f'{TEXTS}/*')))} of texts")
     if not events:
         print(f"{folder} has no versions of a head yet")
         return 1
@@ -194,14 +195,6 @@ def show_log(folder: Path) -> int:
     serving = events[-1].version
     print(f"version {serving} serves" + (", the head that the server is started with" if not serving else ""))
     return 0
-
-
-def summary(folder: Path) -> str:
-    """Return a line about what a folder holds. Raises ConfigError if it is another folder."""
-    _check(folder)
-    events, nbytes = _read_log(folder), sum(path.stat().st_size for path in folder.glob(f"{TEXTS}/*"))
-    last = f"version {events[-1].version} of the head serves; {events[-1]}" if events else "no versions of a head yet"
-    return f"{folder}, {gb(nbytes)} of texts, {last}"
 
 
 def _check(folder: Path) -> None:

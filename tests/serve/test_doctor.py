@@ -52,13 +52,6 @@ def test_each_size_has_a_finite_positive_number(
         assert f"{part}: 100%" in bars
 
 
-def test_another_folder_than_one_of_learning_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--shape", "tiny", "--seconds", "0.001", "--learn", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} is not a folder of eagle-serve --learn\n"
-
-
 def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then only a few sizes are."""
     folder, file = tiny_target_folder(tmp_path / "target"), tmp_path / "found.json"
@@ -159,7 +152,6 @@ def test_the_advice_follows_from_the_figures() -> None:
         "Verifies and plain rounds give the same bits",
     ]
     assert "wired limit not changed" in as_text(good)
-    assert "learned: FOLDER, 0.0 MB of texts" in as_text(findings(learned="FOLDER, 0.0 MB of texts"))
     differing = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 64, 2, 0.1)])
     assert "differs at 3 of 128 positions (trained" in " ".join(advice(differing))
     assert "up to 4 positions (for one request: --num-speculative-tokens 3)" in " ".join(advice(differing))
