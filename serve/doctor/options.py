@@ -25,9 +25,6 @@ class DoctorOptions(Group):
         metavar="NAME",
     )
     target: str | None = setting(None, "measure this model, a folder or hub id", metavar="MODEL")
-    draft_model: str | None = setting(
-        None, "show weights and caches of this model, which drafts for --target", metavar="MODEL"
-    )
     bits: Literal[4, 8, 16] | None = setting(
         None, "bits of random weights; 16 is not quantized (default: 4; on a CPU under Linux 16)"
     )
@@ -40,7 +37,5 @@ class DoctorOptions(Group):
     def _check(self) -> None:
         if self.target is not None and (self.shape is not None or self.bits is not None):
             raise ConfigError("--target is measured as it is; leave out --shape and --bits")
-        if self.target is None and self.draft_model is not None:
-            raise ConfigError("--draft-model drafts for a real model; give --target")
         if self.target is None and self.loading.shard != "none":
             raise ConfigError("--shard divides a real model; give --target")

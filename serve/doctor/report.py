@@ -23,8 +23,7 @@ from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import Machine, describe, wired_limit_mb
 from eagle_mlx.memory import free_memory, gb, limit_mlx
 from eagle_mlx.progress import counted, progress_bar, tokens_per_second
-from eagle_mlx.proposers.draft_model import check_same_tokenizer
-from eagle_mlx.target import Target, load_target, nbytes_of
+from eagle_mlx.target import Target, nbytes_of
 
 from . import measure
 from .measure import BestChain, SameBits, Steps
@@ -65,7 +64,6 @@ class Findings:
     curve_at_load: Curve  # tokens and seconds of a forward, as commands measure them when they load a model
     same_bits: Sequence[SameBits]
     chains: Sequence[BestChain]
-    draft_model: MeasuredModel | None = None
 
 
 def doctor(options: DoctorOptions, command: str) -> None:
@@ -84,9 +82,6 @@ def doctor(options: DoctorOptions, command: str) -> None:
 def _measured(options: DoctorOptions) -> Findings:
     seconds = options.seconds
     target = _random_target(options) if options.target is None else options.loading.load(options.target)
-    draft = None if options.draft_model is None else load_target(options.draft_model)
-    if draft is not None:
-        check_same_tokenizer(draft, target)
     head = random_head(target, draft_vocab=min(_DRAFTED, target.vocab_size // 2))
     quantize_for(head, target)
     options.loading.wire_active()
@@ -104,7 +99,6 @@ def _measured(options: DoctorOptions) -> Findings:
         curve_at_load=curve,
         same_bits=measure.compare_bits(target, compared),
         chains=[measure.best_chain(steps, chance) for chance in measure.CHANCES],
-        draft_model=None if draft is None else _sizes(draft),
     )
 
 
@@ -142,8 +136,6 @@ def as_text(findings: Findings) -> str:
     if findings.wired_limit_mb is not None:
         limits += f", wired limit {findings.wired_limit_mb or 'not changed'}"
     lines = [f"machine: {findings.machine}", f"memory: {limits}", f"model: {model}"]
-    if findings.draft_model is not None:
-        lines.append(f"draft model: {findings.draft_model}")
     lines += ["", "| positions | ms of a verify | of one position |", "|---|---|---|"]
     lines += [f"| {count} | {ms:.2f} | {ms / single:.2f} |" for count, ms in steps.verify_ms.items()]
     lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / single:.2f} of a verify of one position"]

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.engine.groups import size_of
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.doctor import measure
@@ -55,18 +56,18 @@ def test_each_size_has_a_finite_positive_number(
 def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then only a few sizes are."""
     folder, file = tiny_target_folder(tmp_path / "target"), tmp_path / "found.json"
-    draft = tiny_target_folder(tmp_path / "draft", layers=2)
-    models = ["--target", str(folder), "--draft-model", str(draft)]
-    assert main([*models, "--seconds", "0.001", "--json", str(file)]) == 0
+    assert main(["--target", str(folder), "--seconds", "0.001", "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
     assert {"1", "4"} <= figures["steps"]["verify_ms"].keys() < set(map(str, POSITIONS))
     assert not figures["model"]["random_weights"]
     shown = capsys.readouterr().out
     assert f"model: {folder}, weights in float32" in shown
-    assert f"draft model: {draft}, weights in float32, 0.00 GB, caches of " in shown
-    assert figures["draft_model"]["weights_gb"] == nbytes_of(load_target(str(draft)).model) / 1e9
-    assert figures["draft_model"]["cache_tokens"] == figures["model"]["cache_tokens"] > 0
-    assert 2 * figures["draft_model"]["cache_mb"] == figures["model"]["cache_mb"] > 0
+    model, target = figures["model"], load_target(str(folder))
+    assert f"{model['weights_gb']:.2f} GB, caches of {model['cache_mb']:.1f} MB for a request of " in shown
+    assert model["weights_gb"] == nbytes_of(target.model) / 1e9
+    caches = size_of(target, None, None).nbytes(1, model["cache_tokens"])
+    assert 1e6 * model["cache_mb"] == pytest.approx(caches)
+    assert caches > 0
     assert "| 1 | " in shown
     assert f"- {figures['advice'][-1]}" in shown
 
@@ -77,7 +78,6 @@ def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.
         ("--shape qwen-8b", "there is no shape qwen-8b: did you mean qwen3-8b? the shapes are gemma3-12b, "),
         ("--shape tiny --target model", "leave out --shape"),
         ("--shard tensor", "give --target"),
-        ("--draft-model small", "--draft-model drafts for a real model; give --target"),
         ("--seconds 0", "--seconds must be above 0"),
     ],
 )
