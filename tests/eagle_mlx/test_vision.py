@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from io import BytesIO
 from itertools import pairwise
@@ -33,6 +34,7 @@ from eagle_mlx.request import read_prompt
 from eagle_mlx.vision.spans import ImageSpan, ImageTokens
 from eagle_mlx.vision.tower import Vision
 from tests.eagle_mlx.heads import IN_BLOCKS, mtp
+from tests.eagle_mlx.test_groups import ALWAYS, NEVER, grouped
 from tests.fakes import tiny_head, tiny_target
 from tests.full import diagonal, in_full, in_turn
 from tests.vision_targets import picture, vision_folder
@@ -75,7 +77,7 @@ class Reference:
         self.placeholder = NAMES[kind]["boi_token" if kind == "gemma3" else "image_token"]
         if kind in QWEN:
             self.placeholder = f"<|vision_start|>{self.placeholder}<|vision_end|>"
-        self.texts: dict[str, list[int]] = {}
+        self.texts: dict[str, list[tuple[int, mx.array]]] = {}
 
     def inputs(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         from PIL import Image
@@ -92,13 +94,17 @@ class Reference:
         more = {"images": images} if images else {}
         return dict(self.processor(text=[f"{text}<assistant>"], add_special_tokens=False, **more))
 
-    def tokens(self, messages: Sequence[dict[str, Any]], count: int = TOKENS) -> list[int]:
+    def text(self, messages: Sequence[dict[str, Any]]) -> list[tuple[int, mx.array]]:
+        """Return the tokens of an answer with the log probabilities [V] of all tokens in their place."""
         if (key := repr(messages)) not in self.texts:
             inputs = self.inputs(messages)
             ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
             steps = generate_step(ids, self.model, pixels, mask, max_tokens=TOKENS, temperature=0.0, **inputs)
-            self.texts[key] = [int(token) for token, _ in steps]
-        return self.texts[key][:count]
+            self.texts[key] = [(int(token), logprobs) for token, logprobs in steps]
+        return self.texts[key]
+
+    def tokens(self, messages: Sequence[dict[str, Any]], count: int = TOKENS) -> list[int]:
+        return [token for token, _ in self.text(messages)[:count]]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +155,38 @@ def test_an_image_may_be_read_in_any_chunks(
     two = asks(picture(1, 48, 64), picture(2, 64, 40))
     outputs = engine.generate([two, A, TEXT], GREEDY)
     assert [output.tokens for output in outputs] == [references(kind).tokens(prompt) for prompt in (two, A, TEXT)]
+
+
+@pytest.mark.parametrize("kind", in_turn(["qwen3_vl", "gemma3", "qwen3_5", "mistral3", "gemma4"]))
+def test_log_probabilities_after_images_are_mlx_vlms(
+    kind: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    """After one wide, one tall and several images, of which each moves the positions of all that follows."""
+    prompts = [A, B, asks(picture(1, 48, 64), picture(2, 64, 40)), [*A, *asks(picture(3, 96, 32))]]
+    params = replace(GREEDY, top_logprobs=20)
+    for prompt, output in zip(prompts, drafting(kind, folders, "EAGLE-3").generate(prompts, params), strict=True):
+        for own, (_, logprobs) in zip(output.logprobs, references(kind).text(prompt), strict=True):
+            top = dict(own.top)
+            assert mx.allclose(mx.array([*top.values()]), logprobs.flatten()[mx.array([*top])], atol=1e-4).item()
+
+
+@pytest.mark.parametrize("kind", in_turn(["mistral3", "qwen3_vl", "qwen3_5"]))
+def test_rows_with_images_move_between_groups(
+    kind: str, folders: Callable[[str], Path], references: Callable[[str], Reference]
+) -> None:
+    engine = grouped(drafting(kind, folders, "EAGLE-3"), NEVER)
+    prompts = [A, TEXT, B, TEXT]
+    requests = [engine.prepare(prompt, GREEDY) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    groups = set[int]()
+    while not engine.idle:
+        engine.step()
+        groups.add(len(engine.snapshot().groups))
+        engine.groups.change()  # so that it looks now, not in some rounds
+        grouped(engine, ALWAYS if engine.groups.reads is NEVER else NEVER)
+    assert groups >= {1, 2}
+    assert [request.tokens for request in requests] == list(map(references(kind).tokens, prompts))
 
 
 @pytest.mark.parametrize("kind", in_turn(["mistral3", "qwen3_vl", "qwen3_5"]))
