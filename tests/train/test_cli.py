@@ -89,6 +89,15 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
         assert record.prompts == report["acceptance"]["best"]["prompts"]
 
 
+def test_a_measurement_on_a_few_prompts_claims_no_interval(
+    target: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(target, chats, tmp_path / "out", "--max-steps", "1") == 0
+    shown = capsys.readouterr().out
+    assert " at depth 2, by position" in shown
+    assert "±" not in shown
+
+
 def test_a_time_limit_and_states_captured_for_each_batch(target: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     file = tmp_path / "c.yaml"

@@ -245,8 +245,9 @@ class Run:
             measured = self._evaluator.measure(merged(self.head, self._before))
         values = {**measured.figures, "generations": self._evaluator.generations}
         self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **values})
+        spread = f" ± {measured.interval:.3f}" if measured.interval else ""
         tqdm.write(
-            f"step {self.progress.step}: τ {measured.acceptance_length:.3f} ± {measured.interval:.3f} at depth "
+            f"step {self.progress.step}: τ {measured.acceptance_length:.3f}{spread} at depth "
             f"{measured.depth}, by position {' '.join(f'{a:.2f}' for a in measured.acceptance_by_position)} "
             f"({counted(measured.prompts, 'prompt')}, {measured.left_out} left out as loops, {measured.seconds:.0f} s)"
         )
