@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, PromptError, TargetError
-from eagle_mlx.files import check_free, check_idle, free_disk
+from eagle_mlx.files import check_apart, check_free, check_idle, free_disk
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
@@ -103,6 +103,7 @@ def collect(options: CollectOptions) -> None:
         check_free(options.output, options.overwrite)
     check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
     config = options.choice.config(options.data, options.limit)
+    check_apart(options.output, options.target, *(source.name for source in config.parsed))
     check_conversations(config, options.split, answers=True, with_images=True)
     tune_process()
     target = options.loading.load(options.target)

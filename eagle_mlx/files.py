@@ -126,6 +126,14 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     return path
 
 
+def check_apart(output: str | Path, *inputs: str | Path) -> None:
+    """Raise OutputError if overwriting the folder `output` would delete one of the inputs; others may be no paths."""
+    whole = Path(output).resolve()
+    for place in inputs:
+        if Path(place).exists() and Path(place).resolve().is_relative_to(whole):
+            raise OutputError(f"overwriting {output} would delete {place}, which is read; choose another output folder")
+
+
 def is_empty(folder: Path) -> bool:
     """Return whether a folder has no files but the one that the Finder of macOS adds when it shows the folder."""
     return {path.name for path in folder.iterdir()} <= {FINDER}

@@ -125,6 +125,34 @@ def test_output_is_checked_before_anything_is_loaded(
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("command", "read"),
+    [
+        *[("train", "in"), ("train", "in/target"), ("train", "in/chats.jsonl"), ("train", "in/shards")],
+        *[("collect", "in/target"), ("collect", "in/chats.jsonl"), ("convert", "in/target"), ("mtp", "in/target")],
+    ],
+)
+def test_overwriting_never_deletes_what_the_command_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, read: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in", "in/target", "in/shards"):
+        Path(name).mkdir()
+    Path("in/chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    over = ["--output", "in", "--overwrite"]
+    flag = {"in/chats.jsonl": "--data", "in/shards": "--shards"}.get(read, "--target")
+    run = {
+        "train": lambda: main(["--target", "tiny", flag, read, *over]),
+        "collect": lambda: data(["collect", "--target", "tiny", "--data", "chats.jsonl", flag, read, *over]),
+        "convert": lambda: convert(["nobody/nothing", "--to", "eagle3", "--target", read, *over]),
+        "mtp": lambda: convert(["mtp", "--source", read, *over]),
+    }
+    assert run[command]() == 2
+    assert f"overwriting in would delete {read}" in capsys.readouterr().err
+    assert sorted(path.name for path in Path("in").iterdir()) == ["chats.jsonl", "shards", "target"]
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
 def test_the_second_run_in_a_folder_ends_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]

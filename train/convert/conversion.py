@@ -13,7 +13,7 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_width
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.files import check_free
+from eagle_mlx.files import check_apart, check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.mtp_layers import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
@@ -38,6 +38,8 @@ OURS = ("target", COPY, NOTED, "target_norm")
 def convert(options: Conversion, say: Callable[[str], None]) -> str:
     """Convert a head and read it back; return a line about it. Raises an EagleError; then nothing is written."""
     check_free(options.output, options.overwrite)
+    if options.target is not None:
+        check_apart(options.output, options.target)
     folder = hub.head_folder(options.source)
     target = load_target(options.target) if options.target is not None else None
     head = load_head(folder, target)
@@ -161,6 +163,7 @@ def extract(options: Extraction, say: Callable[[str], None]) -> str:
     name = hub.public_name(options.source)
     output = options.output or f"{name.rpartition('/')[2]}-mtp"
     check_free(output, options.overwrite)
+    check_apart(output, options.source)
     folder = _mtp_folder(options.source, options.index)
     say(f"reading MTP layer {options.index} of {options.source}")
     head, notes = mtp_of_model(folder, options.index, target_norm=options.hidden == "after")

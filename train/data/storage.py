@@ -31,7 +31,7 @@ from eagle_mlx.data_pipelines import (
     text_settings,
 )
 from eagle_mlx.errors import ConfigError, DataError, OutputError
-from eagle_mlx.files import free_disk, write_output
+from eagle_mlx.files import check_apart, free_disk, write_output
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hub import public_name
 from eagle_mlx.memory import free_memory, gb
@@ -213,6 +213,9 @@ def check_data(config: TrainConfig) -> None:
     if not config.prompts_are_heldout:
         measured = measured.alone(config.evaluation.data)
         check_conversations(measured, "all")
+    replayed = data_config(of_replay(config)).parsed if data.replay else []
+    read = [source.name for source in (*learned.parsed, *measured.parsed, *replayed)]
+    check_apart(config.run.output, config.head.target, *data.shards, *read)
     if in_files or (config.head.adapt and not config.prompts_are_heldout):
         held_out = read_conversations(measured, "heldout" if config.prompts_are_heldout else "all")
         _check_held_out(config, sum(1 for _ in islice(held_out, FEWEST)))
