@@ -188,7 +188,7 @@ class Call(Job):
         self.created = int(time.time())
         self.arrived = perf_counter()
         self.first_token: float | None = None
-        self.outputs: list[Output] = []
+        self.outputs: dict[int, Output] = {}
         self.beginning: asyncio.Future[Any] | None = None  # the task that prepares the requests
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float) -> None:
@@ -203,10 +203,9 @@ class Call(Job):
         if self.first_token is None and any(event.tokens for event in events):
             self.first_token = perf_counter()
             totals.first_token.add(self.first_token - self.arrived)
-        for output in filter(None, (event.output for event in events)):
-            self.outputs.append(output)
-            totals.prompt_tokens += output.prompt_tokens
-            totals.cached_tokens += output.cached_tokens
+        for event in events:
+            if event.output is not None:
+                self._count(event.index, event.output)
         if self.service.settings.cache_report:
             return events
         return [replace(event, output=event.output and replace(event.output, cached_tokens=0)) for event in events]
@@ -217,9 +216,12 @@ class Call(Job):
             self.beginning.cancel()
         outcome = "refused"
         if self.requests:
-            ended = "failed" if any(output.error for output in self.outputs) else "finished"
+            ended = "failed" if any(output.error for output in self.outputs.values()) else "finished"
             outcome = "cancelled" if self.unfinished else ended
             self.service.worker.cancel(self)
+            for index, request in enumerate(self.requests):
+                if index not in self.outputs:  # the client did not wait for it
+                    self._count(index, request.output(None))
         seconds = perf_counter() - self.arrived
         self.service.totals.requests[outcome] += 1
         self.service.totals.whole.add(seconds)
@@ -227,11 +229,17 @@ class Call(Job):
             log.info("request %s to model %s %s: %s", self.id, self.service.name, outcome, self._summary(seconds))
         self.service.release(self)
 
+    def _count(self, index: int, output: Output) -> None:
+        self.outputs[index] = output
+        self.service.totals.prompt_tokens += output.prompt_tokens
+        self.service.totals.cached_tokens += output.cached_tokens
+
     def _summary(self, seconds: float) -> str:
-        prompt, cached = sum(o.prompt_tokens for o in self.outputs), sum(o.cached_tokens for o in self.outputs)
-        tokens, drafted = sum(len(o.tokens) for o in self.outputs), sum(o.drafted for o in self.outputs)
-        lossy = "" if all(o.lossless for o in self.outputs) else " (lossy)"
+        outputs = self.outputs.values()
+        prompt, cached = sum(o.prompt_tokens for o in outputs), sum(o.cached_tokens for o in outputs)
+        tokens, drafted = sum(len(o.tokens) for o in outputs), sum(o.drafted for o in outputs)
+        lossy = "" if all(o.lossless for o in outputs) else " (lossy)"
         return (
             f"{prompt} prompt tokens ({cached} cached), {tokens} tokens, "
-            f"{sum(o.accepted for o in self.outputs)} of {drafted} drafts accepted{lossy}, {seconds:.3f} s"
+            f"{sum(o.accepted for o in outputs)} of {drafted} drafts accepted{lossy}, {seconds:.3f} s"
         )

@@ -83,6 +83,22 @@ def test_a_client_that_leaves_a_stream_frees_its_rows(server: Live) -> None:
     assert server.service.totals.requests["cancelled"] >= 3
 
 
+def test_the_tokens_of_a_request_that_is_cancelled_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eagle_mlx.serve")
+    with live() as server:
+        with server.slowed(0.01):
+            [stream] = hold(server, 1)
+            server.until(lambda: server.service.totals.emitted > 10)
+            stream.answer.close()
+        server.until(lambda: server.idle)
+        totals = server.service.totals
+    [line] = [message for message in caplog.messages if message.startswith("request ")]
+    count = re.search(r" cancelled: (\d+) prompt tokens \(0 cached\), (\d+) tokens, ", line)
+    assert count is not None
+    assert int(count[1]) == totals.prompt_tokens > 0
+    assert 0 < int(count[2]) <= totals.emitted
+
+
 def test_a_client_that_leaves_before_its_answer_frees_its_row(server: Live) -> None:
     before = server.service.totals.requests["cancelled"]
     for path, body in [
