@@ -125,6 +125,14 @@ def test_output_is_checked_before_anything_is_loaded(
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
+def test_shards_are_looked_for_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["--target", "tiny", "--shards", str(tmp_path), "--output", str(out)]) == 2
+    assert f"{tmp_path} is not a folder of shards" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize(
     ("command", "read"),
     [

@@ -38,7 +38,7 @@ from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.paired import FEWEST
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
+from eagle_mlx.shards import ShardMeta, bytes_per_token, read_manifest, unfinished_folder
 from eagle_mlx.target import Target
 from eagle_mlx.text import LEAST_DISTINCT
 
@@ -203,7 +203,10 @@ def _on_every_machine(file: Path, settings: Mapping[str, Any], world: World, mak
 
 
 def check_data(config: TrainConfig) -> None:
-    """Read the sources of a run that exist already, so that their DataError or ConfigError shows before any work."""
+    """Read the sources of a run that exist already, so that their DataError or ConfigError shows before any work.
+
+    Of shards, only the manifests are read. Raises ShardError for a folder without one.
+    """
     data, learned = config.data, prompt_config(config)
     is_read = not (data.shards or data.is_self)
     in_files = is_read and not config.optimization.hours and all(source.kind == "file" for source in learned.parsed)
@@ -216,6 +219,8 @@ def check_data(config: TrainConfig) -> None:
     replayed = data_config(of_replay(config)).parsed if data.replay else []
     read = [source.name for source in (*learned.parsed, *measured.parsed, *replayed)]
     check_apart(config.run.output, config.head.target, *data.shards, *read)
+    for folder in data.shards:
+        read_manifest(Path(folder))
     if in_files or (config.head.adapt and not config.prompts_are_heldout):
         held_out = read_conversations(measured, "heldout" if config.prompts_are_heldout else "all")
         _check_held_out(config, sum(1 for _ in islice(held_out, FEWEST)))
