@@ -376,6 +376,25 @@ def test_what_fails_leaves_the_serving_head_and_stops_after_three_times(
         assert "stops until a restart" in caplog.messages[-1]
 
 
+def test_learning_goes_on_when_a_full_disk_has_space_again(
+    target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with world(target, head, tmp_path / "learned") as learned:
+        with monkeypatch.context() as patch:
+            patch.setattr(texts, "write_whole", full)
+            learned.serve(ENOUGH)
+            learned.work()
+        [message] = caplog.messages
+        assert "learned cannot be written (No space left on device)" in message
+        assert learned.learner.steps == 0
+        learned.serve(ENOUGH)
+        learned.work()
+        assert learned.learner.steps > 0
+
+
 @pytest.mark.parametrize(
     ("kind", "bits"),
     [("eagle3.1", 4), *((kind, None) for kind in ("eagle3.1", "eagle", "mtp", "peagle", "dflash", "dspark"))],
