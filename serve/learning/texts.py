@@ -46,7 +46,7 @@ class Texts:
         self.all: list[Text] = []
         """All texts, oldest first."""
         folder.mkdir(mode=0o700, exist_ok=True)
-        for path in sorted(folder.iterdir()):
+        for path in sorted(filter(Path.is_file, folder.iterdir())):  # a disk has a folder of its own, lost+found
             try:
                 self.all.append(_indexed(path))
             except (SafetensorError, OSError, ValueError) as e:

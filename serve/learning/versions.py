@@ -212,7 +212,7 @@ def forget(folder: Path) -> int:
     _check(folder)
     try:
         with locked(folder), suppress(FileNotFoundError):
-            for path in (folder / TEXTS).iterdir():  # the folder may be a link to another disk
+            for path in filter(Path.is_file, (folder / TEXTS).iterdir()):  # it may be another disk, with lost+found
                 path.unlink()
     except OSError as e:
         raise OutputError(f"the texts in {folder} cannot be deleted: {e.strerror or e}") from e

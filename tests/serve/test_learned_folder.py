@@ -210,7 +210,7 @@ def test_forget_deletes_texts_on_another_disk_even_if_this_one_is_full(
     folder, disk = tmp_path / "learned", tmp_path / "disk"
     disk.mkdir()
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, *_: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     with claim(folder, {}):
@@ -220,9 +220,22 @@ def test_forget_deletes_texts_on_another_disk_even_if_this_one_is_full(
     monkeypatch.setattr(Path, "write_text", full)
     assert heads(["forget", str(folder)]) == 0
     assert not [*disk.iterdir()]
-    (disk / "folder").mkdir()
+    (disk / "1.safetensors").touch()
+    monkeypatch.setattr(Path, "unlink", full)
     assert heads(["forget", str(folder)]) == 2
     assert f"the texts in {folder} cannot be deleted: " in capsys.readouterr().err
+
+
+def test_a_disk_for_the_texts_keeps_its_own_folder(tmp_path: Path) -> None:
+    """New file systems contain lost+found."""
+    folder = tmp_path / "learned"
+    with claim(folder, {}):
+        (folder / "texts" / "lost+found").mkdir(parents=True)
+        texts = Texts(folder / "texts", 1 << 20, META)
+        texts.add(example(1))
+        assert len(Texts(folder / "texts", 1 << 20, META).all) == 1
+    assert heads(["forget", str(folder)]) == 0
+    assert [path.name for path in (folder / "texts").iterdir()] == ["lost+found"]
 
 
 def test_a_folder_of_another_user_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
