@@ -69,7 +69,7 @@ def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: s
 
 
 def _json(schema: Schema, lenient: bool = False) -> str:
-    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
+    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient, "json_allow_general_unicode_escapes": True}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

@@ -76,6 +76,14 @@ def test_any_object_is_allowed_without_a_schema() -> None:
     assert not allows(make, "[1]")
 
 
+def test_characters_may_be_written_as_unicode_escapes() -> None:
+    text = json.dumps({"city": "Zürich 🦉", "né": 1})
+    assert "\\u00fcrich \\ud83e\\udd89" in text
+    for schema in ({"type": "object"}, {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}}):
+        assert allows(compiled(by_schema(schema)), text)
+        assert not allows(compiled(by_schema(schema)), text.replace("\\udd89", ""))
+
+
 def test_free_answers_have_no_grammar() -> None:
     grammars = GRAMMARS["qwen", False]
     assert grammars.grammar() is None
