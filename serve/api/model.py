@@ -208,8 +208,8 @@ def check_context(prompt: int, loaded: Loaded, param: str) -> None:
     """Raise ApiError 400 if a prompt of this many tokens leaves no room for an answer in the context."""
     context = loaded.target.context_length
     if prompt >= context:
-        # Both APIs' words, which tell agents to shorten the conversation.
-        here = f"this model's maximum context length is {context} tokens"
-        error = ApiError(400, f"{here}, but the prompt has {prompt}; shorten it", param, "context_length_exceeded")
+        # Both APIs' words, which tell agents to shorten the conversation. Copilot CLI knows only `prompt is too long`.
+        here = f"this model's maximum context length is {context} tokens, and the prompt is too long: it has {prompt}"
+        error = ApiError(400, f"{here}; shorten it", param, "context_length_exceeded")
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

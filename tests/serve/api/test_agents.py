@@ -346,7 +346,7 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "required"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "required"),
         ({"input": "x", "text": {"verbosity": "terse"}}, "text.verbosity", "medium"),
-        ({"input": "x " * 999}, "input", "maximum context length is 512 tokens"),
+        ({"input": "x " * 999}, "input", "maximum context length is 512 tokens, and the prompt is too long"),
     ],
 )
 def test_invalid_responses_requests_are_refused(server: Live, body: dict[str, Any], param: str, reason: str) -> None:
