@@ -169,6 +169,15 @@ PROGRAMS = (
         first=["auth", "-p", "openai", "-k", "none", "-m", "@MODEL@", "-b", "@URL@/v1"],
     ),
     Program(
+        "GitHub Copilot CLI",
+        "copilot",
+        "chat",
+        ["-p", ASKED, "--allow-all-tools"],
+        ("bash", {**READ, "description": "Read the note"}),
+        variables={"COPILOT_PROVIDER_BASE_URL": "@URL@/v1", "COPILOT_MODEL": "@MODEL@", "COPILOT_OFFLINE": "true"},
+        too_long="exceeded the model's context limit",
+    ),
+    Program(
         "llm",
         "llm",
         "chat",
