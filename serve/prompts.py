@@ -79,7 +79,7 @@ def _question(line: str, origin: str) -> Question:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as e:
-        raise PromptError(f"{origin}: not valid JSON ({e.msg} at column {e.colno})") from e
+        raise PromptError(f"{origin}: not valid JSON at column {e.colno}: {e.msg.removesuffix(' at')}") from e
     match row:
         case {"turns": turns}:
             check(isinstance(turns, list) and turns, "`turns` must be a list with at least one text")

@@ -151,7 +151,7 @@ def _parsed(line: bytes, origin: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
-        raise DataError(f"{origin}: not valid JSON: {e.msg} at column {e.colno}") from e
+        raise DataError(f"{origin}: not valid JSON at column {e.colno}: {e.msg.removesuffix(' at')}") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{origin}: not UTF-8: {e.reason} at byte {e.start}") from e
     except (ValueError, RecursionError) as e:  # endless numbers or lists
