@@ -169,7 +169,8 @@ _BLOCKS = {
 def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
     """Return the chat. Raises ApiError that names the field."""
     turns, chat = _turns(body), {**body.extensions(), **_tools(body)}
-    chat.setdefault("continue_final_message", body.messages[-1].role == "assistant")
+    is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")  # so the answer is a call
+    chat.setdefault("continue_final_message", body.messages[-1].role == "assistant" and not is_forced)
     if body.thinking is not None:
         chat.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
         chat["thinking_budget"] = body.thinking.budget_tokens

@@ -190,6 +190,22 @@ def test_a_tool_is_called_and_its_result_goes_back(caller: Live, choice: dict[st
     assert used["input_tokens"] + used["cache_read_input_tokens"] == completion["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_forced_call_follows_an_assistants_message_at_the_end(caller: Live, choice: dict[str, Any]) -> None:
+    """LangGraph's agents with ChatAnthropic ask this way for a structured response, after the agent's last message."""
+    turns = [*USER, {"role": "assistant", "content": "It is sunny in Oslo."}]
+    forced = {"messages": turns, "tools": [TOOL], "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    message = ask(caller, **forced, max_tokens=300, seed=5)
+    (call,) = message["content"]
+    assert (call["type"], call["name"], message["stop_reason"]) == ("tool_use", "get_weather", "tool_use")
+    offered = {"type": "function", "function": {**FUNCTION, "description": TOOL["description"]}}
+    chat = {"messages": turns, "tools": [offered], "max_tokens": 1}
+    prompt_tokens = caller.http.post(CHAT, json=chat).json()["usage"]["prompt_tokens"]
+    assert caller.http.post(COUNT, json=forced).json()["input_tokens"] == prompt_tokens
+    answer = caller.http.post(URL, json=forced | {"max_tokens": 9, "continue_final_message": True})
+    assert (answer.status_code, "a forced call" in answer.text) == (400, True)
+
+
 def test_thinking_blocks_can_be_sent_back(thinker: Live) -> None:
     fields = {"messages": USER, "max_tokens": 40, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     template = {"chat_template_kwargs": {"enable_thinking": True}}
