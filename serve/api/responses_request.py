@@ -178,7 +178,7 @@ class AllowedChoices(Body):
 
 
 class ResponsesRequest(ChatExtensions, OpenAIRequest):
-    input: str | Annotated[Many[InputItem], Field(min_length=1)]
+    input: str | Many[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -293,7 +293,10 @@ _SEALED = "thought:"  # prefix of `encrypted_content`, which holds the reasoning
 
 
 def input_items(body: ResponsesRequest) -> list[Item | ItemReference]:
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    """Return the new items. Raises ApiError if there is no conversation."""
+    if body.input in (None, []) and not body.previous_response_id:
+        raise ApiError(400, "input: text or a list of items is required without previous_response_id", "input")
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:

@@ -242,6 +242,22 @@ def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
+@pytest.mark.parametrize("nothing", [{}, {"input": None}, {"input": []}], ids=str)
+def test_a_stored_response_can_be_followed_by_another_answer_without_new_input(
+    server: Live, nothing: dict[str, Any]
+) -> None:
+    """LangGraph's agents with `use_previous_response_id` ask this way for a structured response."""
+    first = ask(server, input="def f(x):", max_output_tokens=9, seed=1)
+    second = ask(server, **nothing, previous_response_id=first["id"], max_output_tokens=9, seed=2)
+    whole = [*USER, *first["output"]]
+    assert said(second) == said(ask(server, input=whole, max_output_tokens=9, seed=2))
+    third = ask(server, input=USER, previous_response_id=second["id"], max_output_tokens=9, seed=3)
+    longer = [*whole, *second["output"], *USER]
+    assert said(third) == said(ask(server, input=longer, max_output_tokens=9, seed=3))
+    answer = server.http.post(URL, json=nothing)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
 def test_a_conversation_may_refer_to_items_of_stored_responses(server: Live) -> None:
     first = ask(server, input="def f(x):", max_output_tokens=9, seed=1)
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
