@@ -169,13 +169,12 @@ _BLOCKS = {
 def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
     """Return the chat. Raises ApiError that names the field."""
     turns, chat = _turns(body), {**body.extensions(), **_tools(body)}
-    is_forced = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")  # so the answer is a call
-    chat.setdefault("continue_final_message", body.messages[-1].role == "assistant" and not is_forced)
+    is_call = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")  # it continues no text
+    chat.setdefault("continue_final_message", body.messages[-1].role == "assistant" and not is_call)
     if body.thinking is not None:
         chat.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
         chat["thinking_budget"] = body.thinking.budget_tokens
-    output = body.output_config or OutputConfig()
-    chat["reasoning_effort"] = output.effort
+    chat["reasoning_effort"] = (output := body.output_config or OutputConfig()).effort
     if (wanted := output.format or body.output_format) is not None:
         form = {"name": "answer", "schema": wanted.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": form}

@@ -115,7 +115,6 @@ class Learner:
         self._cycle: Iterator[None] | None = None
         self._proven = 0  # the version that newer conversations have confirmed
         self._credit, self._failures = 0.0, 0
-        self._writes = True  # whether the last text could be written
         self.steps = 0  # training steps so far
         if self.versions.serving:
             self._exchange(self._loaded(self._place(self.versions.serving)))
@@ -176,21 +175,9 @@ class Learner:
                 self._rarity = 1
         for example in self.collector.take(most):
             if not is_loop(example.tokens[example.loss_mask == 1].tolist()):
-                text = self._added(example)
+                text = self.texts.add(example)
                 if text is not None and not text.is_held_out:
                     self._new_tokens += text.tokens
-
-    def _added(self, example: Example) -> Text | None:
-        """Add an example to the texts, unless it cannot be written: a full disk may have space for the next ones."""
-        try:
-            text = self.texts.add(example)
-        except OSError as e:
-            if self._writes:
-                log.warning("%s cannot be written (%s); the head learns from no new texts", self.folder, e.strerror)
-            self._writes = False
-            return None
-        self._writes = True
-        return text
 
     def _held_out(self) -> list[Text]:
         return [text for text in self.texts.all if text.is_held_out]

@@ -45,6 +45,7 @@ class Texts:
         self._meta, self.token_bytes = meta, bytes_per_token(meta)
         self.all: list[Text] = []
         """All texts, oldest first."""
+        self._has_space = True  # whether the last text could be written
         folder.mkdir(mode=0o700, exist_ok=True)
         for path in sorted(filter(Path.is_file, folder.iterdir())):  # a disk has a folder of its own, lost+found
             try:
@@ -60,7 +61,7 @@ class Texts:
 
     def add(self, example: Example) -> Text | None:
         """Write a text to a file, for its owner alone, unless there are enough of its conversation, or it alone is
-        larger than the limit. Raises OSError."""
+        larger than the limit, or it cannot be written: a full disk may have space for the next ones."""
         if sum(text.key == example.key for text in self.all) >= _OF_ONE:
             return None
         if len(content := encode([example], self._meta)) > self._limit:
@@ -68,7 +69,14 @@ class Texts:
         self._make_room(len(content))
         now = max(time.time_ns(), self.all[-1].time + 1 if self.all else 0)
         path = self._folder / f"{now}{SUFFIX}"
-        write_whole(path, content, mode=0o600)
+        had_space, self._has_space = self._has_space, True
+        try:
+            write_whole(path, content, mode=0o600)
+        except OSError as e:
+            self._has_space = False
+            if had_space:
+                log.warning("%s cannot be written (%s); the head learns from no new texts", self._folder, e.strerror)
+            return None
         self.all.append(Text(path, now, example.key, len(example), len(content)))
         return self.all[-1]
 

@@ -388,7 +388,7 @@ def test_learning_goes_on_when_a_full_disk_has_space_again(
             learned.serve(ENOUGH)
             learned.work()
         [message] = caplog.messages
-        assert "learned cannot be written (No space left on device)" in message
+        assert "texts cannot be written (No space left on device)" in message
         assert learned.learner.steps == 0
         learned.serve(ENOUGH)
         learned.work()
