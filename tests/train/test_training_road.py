@@ -24,7 +24,7 @@ TARGET = tiny_target(vocab=4096, tokenizer=True)
 COMPUTES = (
     "heads/",
     "formats/",
-    "blas/",
+    "blas.py",
     "cpu/",
     "kinds/",
     "unroll",

@@ -75,11 +75,12 @@ def test_the_turns_of_a_chat_are_one_conversation(learning: Live) -> None:
     system, first = {"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}
     answer, second = {"role": "assistant", "content": "1"}, {"role": "user", "content": "two"}
     chats = [[system, first], [system, first, answer, second], [system, second]]
+    learner = loaded.learner
+    expected = len(learner.texts.all) + len(chats)
     for messages in chats:
         body = {"messages": messages, "max_tokens": 4, "ignore_eos": True, "seed": 1, "temperature": 2.0}
         assert learning.http.post(CHAT, json=body).status_code == 200
-    learner = loaded.learner
-    learning.until(lambda: not learner.pending)
+    learning.until(lambda: len(learner.texts.all) == expected)
     keys = [text.key for text in learner.texts.all][-3:]
     assert keys[0] == keys[1] != keys[2]
 
