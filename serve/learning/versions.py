@@ -185,7 +185,8 @@ def show_log(folder: Path) -> int:
     """Print what became of each candidate; return the exit status, 1 if there is nothing. Raises ConfigError."""
     _check(folder)
     events = _read_log(folder)
-    print(f"{gb(sum(path.stat().st_size for path in folder.glob(f'{TEXTS}/*')))} of texts")
+    nbytes = sum(path.stat().st_size for path in folder.glob(f"{TEXTS}/*"))
+    print(f"{gb(nbytes)} of texts")
     if not events:
         print(f"{folder} has no versions of a head yet")
         return 1

@@ -88,8 +88,8 @@ def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...])
     if layers > 1 and front not in aux_layers:
         raise ConfigError(
             f"--layers {layers}: the copied layers continue from the output of the target's layer {front}, which "
-            f"the head does not read; add it to --aux-layers (of eagle-data collect, too, if it learns from --shards), "
-            f"or replace one of {', '.join(map(str, aux_layers))}"
+            f"the head does not read; add it to --aux-layers, or replace one of {', '.join(map(str, aux_layers))}; "
+            "--shards must have been captured with the same layers"
         )
 
 
