@@ -75,7 +75,7 @@ def encode_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner
     enforced = grammar is not None and bool(offer.forced or not body.has_schema)
 
     def reader() -> AnswerParser:
-        return AnswerParser(loaded.chat, offer.tools, starts_in_reasoning, offer.several, continued, enforced)
+        return AnswerParser(loaded.chat, offer, starts_in_reasoning, continued, enforced)
 
     top = (body.top_logprobs or 0) if body.logprobs else None
     # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.

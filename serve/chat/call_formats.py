@@ -241,7 +241,7 @@ class Notation:
     """A notation of calls between their tags."""
 
     parse: BodyParser
-    lead: str  # a pattern that every body's beginning matches; `NAMES` stands for the names of offered functions
+    lead: str  # a pattern that every body's beginning matches; `NAMES` stands for functions' names
     tails: tuple[str, ...] = ()  # Texts of which one ends a call's body. Empty if only the parser can tell.
     has_section: bool = False  # whether the tags hold a section of calls, each of which ends with one of `tails`
 

@@ -70,8 +70,9 @@ class _MarkupReader:
         while not calls or not self._is_blank(place, len(self._body)):
             name, place, ended = self._function(place)
             calls.append({"name": name, "arguments": {}})
+            types = self._offer.functions.get(name, {})
             while not ended:
-                ended, place = self._parameter(self._offer[name], calls[-1]["arguments"], place)
+                ended, place = self._parameter(types, calls[-1]["arguments"], place)
         return calls
 
     def _function(self, place: int) -> tuple[str, int, bool]:
@@ -87,8 +88,8 @@ class _MarkupReader:
             self._next += 1
             name, place = self._markup.unescape(mark["name"].strip()), mark.end()
             is_empty = bool(mark.groupdict().get("empty"))
-        if name not in self._offer:
-            raise ValueError("the function was not offered")
+        if not self._offer.allows(name):
+            raise ValueError("the function may not be called")
         return name, place, is_empty
 
     def _parameter(self, types: Mapping[str, Types], arguments: dict[str, Any], place: int) -> tuple[bool, int]:
@@ -171,7 +172,7 @@ class _MarkupReader:
         if self._markup.function:
             return False
         end = self._marks[index].start() if index < len(self._marks) else len(self._body)
-        return end - place < _LONGEST_NAME and self._body[place:end].strip() in self._offer
+        return end - place < _LONGEST_NAME and self._body[place:end].strip() in self._offer.functions
 
     def _ends_function(self, index: int) -> bool:
         """Return whether a function's end tag is followed by another function or the end."""

@@ -14,15 +14,15 @@ from .call_formats import NOTATIONS
 from .call_markup import Call, OpenBodyError
 from .tools import (
     DECODER,
+    NAME,
     REACH,
     CallForm,
-    Tool,
+    Offer,
     ToolCall,
     ToolCallTags,
     begins_line,
     encoded,
     leading_tag,
-    offered_types,
     safe_length,
 )
 
@@ -110,19 +110,19 @@ class ToolCallParser:
     """Finds calls between tags. Everything else is returned as text; only the fragment of a call cut short is dropped.
 
     Text before a call is returned at once. Text that may become a tag waits, and a call waits until it is complete. A
-    body that does not account for all of its text, or calls an unknown function, is text. A call that a grammar
+    body that does not account for all of its text, or calls a withheld function, is text. A call that a grammar
     enforces comes in pieces, also if it is cut short. Line breaks before a tag belong to the tag.
     """
 
-    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
+    def __init__(self, tags: ToolCallTags, offer: Offer, think_end: str = "", enforced: bool = False):
         """enforced: whether a grammar enforces calls, so that they are returned in pieces."""
-        self._tags, self._offer = tags, offered_types(tools)
-        self._names = f"(?:{'|'.join(map(re.escape, sorted(self._offer, key=len, reverse=True)))})"
+        self._tags, self._offer = tags, offer
+        self._names = f"(?:{'|'.join(map(re.escape, sorted(offer.functions, key=len, reverse=True)))})"
         self._pieces = CallPieces(tags.form, tags.start, self._names) if enforced and tags.form else None
         self._notation = NOTATIONS[tags.parser]
-        self._lead: Any = regex.compile(self._notation.lead.replace("NAMES", self._names))
+        self._lead: Any = regex.compile(self._notation.lead.replace("NAMES", f"(?:{self._names}|{NAME})"))
         bare = tags.bare if tags.bare and tags.bare[0] != tags.start else None
-        self._bare = tuple(f"{bare[0]}{name}>" for name in self._offer) if bare else ()
+        self._bare = tuple(f"{bare[0]}{name}>" for name in offer.functions) if bare else ()
         self._inner = {tags.start} if tags.bare and not bare else set(self._bare)
         """Opening tags that are the function's own, and so belong to the body."""
         self._ends: dict[str, tuple[str, ...]] = dict.fromkeys(self._bare, (bare[1],) if bare else ())
@@ -318,8 +318,8 @@ class ToolCallParser:
         name, arguments = call["name"], call["arguments"]
         if isinstance(arguments, str):
             arguments = DECODER.decode(arguments)
-        if name not in self._offer or not isinstance(arguments, dict | None):
-            raise ValueError("the function was not offered")
+        if not self._offer.allows(name) or not isinstance(arguments, dict | None):
+            raise ValueError("the function may not be called")
         return ToolCall(index, call.get("id") or self._new_id(), name, encoded(arguments or {}))
 
     def _with_own_id(self, call: ToolCall) -> ToolCall:
@@ -352,8 +352,8 @@ class BareCallParser(ToolCallParser):
     Fences and Python tags around calls are dropped, and so are semicolons between calls.
     """
 
-    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
-        super().__init__(tags, tools, think_end, enforced)
+    def __init__(self, tags: ToolCallTags, offer: Offer, think_end: str = "", enforced: bool = False):
+        super().__init__(tags, offer, think_end, enforced)
         name = self._names
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
         self._unfenced = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"

@@ -15,7 +15,7 @@ from eagle_mlx.text import held_back
 
 from .call_parser import BareCallParser, ToolCallParser
 from .template import ChatFormat
-from .tools import AnswerStates, Tool, ToolCall, begins_line, leading_tag, safe_length
+from .tools import AnswerStates, Offer, ToolCall, ToolOffer, begins_line, leading_tag, safe_length
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"  # the state before the first word
@@ -124,25 +124,26 @@ class Delta:
 class AnswerParser:
     """Converts text to deltas. All deltas together do not depend on how the text is cut.
 
-    tools: the tools offered to the model; without any, nothing is parsed as a call. several: whether an answer may hold
-    several calls; if not, it ends after the first. continued: whether the prompt ends within an answer, not before it.
+    offer: the tools offered to the model; without any, nothing is parsed as a call. If an answer may not hold several
+    calls, it ends after the first. continued: whether the prompt ends within an answer, not before it.
     enforced: whether a grammar enforces calls, so that they come in pieces.
     """
 
     def __init__(
         self,
         format: ChatFormat,
-        tools: Sequence[Tool] = (),
+        offer: ToolOffer | None = None,
         starts_in_reasoning: bool = False,
-        several: bool = True,
         continued: bool = False,
         enforced: bool = False,
     ):
-        tags = format.calls if tools else None
+        offer = offer or ToolOffer()
+        tags = format.calls if offer.tools else None
         calls = ToolCallParser if tags is None or tags.start else BareCallParser
-        self._calls = calls(tags, tools, format.thoughts.think_end, enforced) if tags else None
+        calling = Offer.of(offer.tools, offer.withheld)
+        self._calls = calls(tags, calling, format.thoughts.think_end, enforced) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning, continued)
-        self._several = several
+        self._several = offer.several
         self.has_ended = False  # Whether the only allowed call is complete. Text after it is dropped.
 
     @property

@@ -24,6 +24,7 @@ class ToolOffer:
     tools: tuple[Tool, ...] = ()
     forced: tuple[Tool, ...] = ()  # if not empty, the model must call one of these
     several: bool = True  # whether an answer may contain several calls
+    withheld: frozenset[str] = frozenset()  # the names of tools that `allowed_tools` leaves out
 
     @property
     def strict(self) -> tuple[Tool, ...]:
@@ -56,7 +57,8 @@ class ToolOffer:
             problem = f"there is no tool {unknown[0][:100]!r}; the tools are {', '.join(names)}"
             raise PromptError.at("tool_choice", problem)
         if subset:
-            return cls.of([tools[names.index(name)] for name in dict.fromkeys(chosen)], subset["mode"], parallel)
+            allowed = cls.of([tools[names.index(name)] for name in dict.fromkeys(chosen)], subset["mode"], parallel)
+            return replace(allowed, withheld=frozenset(names) - set(chosen))
         return cls(offered, (offered[names.index(chosen[0])],), False)
 
 
@@ -178,7 +180,8 @@ def safe_length(text: str, tags: Sequence[str]) -> int:
 
 
 Types = frozenset[str]  # the JSON types that a schema allows; empty if they are unknown
-Offer = Mapping[str, Mapping[str, Types]]  # for each offered function, its parameters and their types
+NAME = r"[A-Za-z_][\w.-]{0,63}"
+"""A function's name, as OpenAI limits it, and with the periods of nested names."""
 _DEEPEST = 16  # schemas nested deeper have no known type
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {
@@ -190,8 +193,24 @@ _INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")  # Python refuses to read i
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
-def offered_types(tools: Sequence[Tool]) -> Offer:
-    return {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters") or {}) for tool in tools}
+@dataclass(frozen=True)
+class Offer:
+    """The functions that an answer may call."""
+
+    functions: Mapping[str, Mapping[str, Types]]  # the offered ones, with their parameters and the parameters' types
+    withheld: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], withheld: frozenset[str] = frozenset()) -> Offer:
+        functions = [tool["function"] for tool in tools]
+        types = {function["name"]: _parameter_types(function.get("parameters") or {}) for function in functions}
+        return cls(types, withheld)
+
+    def allows(self, name: Any) -> bool:
+        """Return whether a call of this name is one. A name that the model made up is: its client answers that there is
+        no such function, and the model goes on.
+        """
+        return name in self.functions or (name not in self.withheld and bool(re.fullmatch(NAME, name)))
 
 
 def typed_value(text: str, types: Types) -> Any:

@@ -39,7 +39,7 @@ def written() -> tuple[EncodedChat, Output]:
     request = RequestState(prepared, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
     request.finish("stop")
     offer = ToolOffer.of([WEATHER, CLOCK])
-    chat = EncodedChat(BODY, loaded, [request], lambda: AnswerParser(loaded.chat, offer.tools, False, offer.several))
+    chat = EncodedChat(BODY, loaded, [request], lambda: AnswerParser(loaded.chat, offer))
     return chat, request.output(loaded.tokenizer)
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, ToolOffer
 from eagle_mlx.text import IncrementalText
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
@@ -349,7 +349,7 @@ def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
 
 def read(format: ChatFormat, parts: Sequence[str]) -> tuple[str, list[tuple[int, str, Arguments]]]:
     """Return the text of an answer that comes in parts, and its calls as OpenAI's clients get them."""
-    reader = AnswerParser(format, TOOLS)
+    reader = AnswerParser(format, ToolOffer.of(TOOLS))
     deltas: list[Delta] = [delta for part in parts for delta in reader.push(part)] + reader.finish()
     calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
     assert len({call.id for call in calls}) == len(calls)
@@ -393,10 +393,10 @@ def test_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Ca
     assert tokenizer is not None
     after = "" if writer is old_mistral else "\nDone."  # its list of calls lasts until the answer ends
     text = "I look.\n" + writer([("get_weather", {"city": "Oslo", "days": 1}), ("clock", {})]) + after
-    ends, decoder = AnswerParser(format, TOOLS, several=False).ends_with, IncrementalText(tokenizer)
+    ends, decoder = AnswerParser(format, ToolOffer.of(TOOLS, parallel=False)).ends_with, IncrementalText(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     last = next((at for at, token in enumerate(tokens) if ends(token, decoder.add([token])[0])), len(tokens))
-    reader = AnswerParser(format, TOOLS, several=False)
+    reader = AnswerParser(format, ToolOffer.of(TOOLS, parallel=False))
     deltas = [*reader.push(tokenizer.decode(tokens[: last + 1])), *reader.finish()]
     assert [delta.content for delta in deltas if delta.content] == ["I look."]
     calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]

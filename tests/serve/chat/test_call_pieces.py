@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from eagle_mlx.serve.chat import AnswerParser, Delta, whole_calls
+from eagle_mlx.serve.chat import AnswerParser, Delta, ToolOffer, whole_calls
 from tests.full import in_full
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of
 
@@ -19,7 +19,7 @@ Read = tuple[str, str, list[tuple[int, str, str]], bool]
 
 def read(name: str, parts: Sequence[str], complete: bool = True, several: bool = True, enforced: bool = True) -> Read:
     """Return content, reasoning, calls, and whether the last call is open."""
-    reader = AnswerParser(format_of(name), TOOLS, several=several, enforced=enforced)
+    reader = AnswerParser(format_of(name), ToolOffer.of(TOOLS, parallel=several), enforced=enforced)
     deltas = [delta for part in parts for delta in reader.push(part)]
     deltas += reader.finish(complete)
     calls = whole_calls(delta.tool_call for delta in deltas)
@@ -70,7 +70,7 @@ def test_a_long_argument_arrives_as_it_is_written(name: str) -> None:
     assert tags.form is not None
     arguments = f'{{"city": "{"many words, " * 99}"}}'
     start, end = tags.form.write([("get_weather", arguments)]).split(arguments)
-    reader = AnswerParser(format_of(name), TOOLS, enforced=True)
+    reader = AnswerParser(format_of(name), ToolOffer.of(TOOLS), enforced=True)
     assert [d for d in reader.push(start) if d.tool_call] == []
     pieces = [reader.push(arguments[at : at + 10]) for at in range(0, len(arguments), 10)]
     calls = [delta.tool_call for (delta,) in pieces]
@@ -84,7 +84,7 @@ def test_a_long_argument_arrives_as_it_is_written(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_if_only_one_call_is_allowed_the_answer_ends_with_its_arguments(name: str) -> None:
     text, calls = answer(name)
-    reader = AnswerParser(format_of(name), TOOLS, several=False, enforced=True)
+    reader = AnswerParser(format_of(name), ToolOffer.of(TOOLS, parallel=False), enforced=True)
     end = text.index(HARD) + len(HARD)
     assert reader.push(text[: end - 1])
     assert not reader.has_ended
@@ -115,7 +115,7 @@ def test_a_call_that_a_thought_may_only_mention_comes_in_one_piece() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_grammar_a_call_comes_in_one_piece(name: str) -> None:
     text = answer(name)[0].replace(HARD, '{"city":"Rome"}')
-    reader = AnswerParser(format_of(name), TOOLS)
+    reader = AnswerParser(format_of(name), ToolOffer.of(TOOLS))
     deltas: list[Delta] = [delta for letter in text for delta in reader.push(letter)] + reader.finish()
     calls = [delta.tool_call for delta in deltas if delta.tool_call]
     assert calls[0].arguments == '{"city": "Rome"}'

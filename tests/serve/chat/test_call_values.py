@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.serve.chat import AnswerParser
+from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from tests.full import some
 from tests.serve.chat.test_call_formats import CALLING, Calls, format_of
 
@@ -55,7 +55,7 @@ arguments = st.fixed_dictionaries(
 
 
 def calls_of(format: Any, parts: Sequence[str], tools: Any = (WRITE,)) -> list[tuple[str, dict[str, Any]]]:
-    reader = AnswerParser(format, tools)
+    reader = AnswerParser(format, ToolOffer.of(tools))
     deltas = [*(delta for part in parts for delta in reader.push(part)), *reader.finish()]
     return [(d.tool_call.name, json.loads(d.tool_call.arguments)) for d in deltas if d.tool_call is not None]
 

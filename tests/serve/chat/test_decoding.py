@@ -75,7 +75,7 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     assert [output.finish_reason for output in alone] == ["stop", alone[1].finish_reason, "stop", "stop"]
     assert by_the_schema(alone[0].text)
     assert by_the_schema(alone[3].text)
-    called = AnswerParser(format, [WEATHER, CLOCK]).push(alone[2].text)
+    called = AnswerParser(format, ToolOffer.of([WEATHER, CLOCK])).push(alone[2].text)
     assert [delta.tool_call is not None for delta in called] == [True]
     drafting = em.Engine(target, NgramProposer(), policy=FixedPolicy(3))
     for company in in_full((False, True), (True,)):
@@ -125,7 +125,7 @@ def test_a_model_may_think_before_it_follows_the_schema() -> None:
     end = tokenizer_of("thinking").encode("</think>", add_special_tokens=False)[0]
     params = SamplingParams(max_tokens=300, temperature=1, seed=3, grammar=make, logit_bias={end: 5.0})
     output = em.Engine(target, NgramProposer(), policy=FixedPolicy(3)).generate([prompt], params)[0]
-    reader = AnswerParser(format, (), inside)
+    reader = AnswerParser(format, starts_in_reasoning=inside)
     deltas = [*reader.push(output.text), *reader.finish()]
     assert by_the_schema("".join(delta.content for delta in deltas))
     assert "".join(delta.reasoning for delta in deltas)

@@ -38,12 +38,12 @@ def test_calls_in_other_json_formats_are_forced(special: bool) -> None:
     def may(name: str, text: str, parallel: bool = True, inside: bool = False) -> bool:
         offer = ToolOffer.of([WEATHER, CLOCK], "required", parallel)
         grammar = GRAMMARS[name, special].grammar(None, offer, inside)
-        reader = AnswerParser(format_of(name, special), [WEATHER, CLOCK], inside)
+        reader = AnswerParser(format_of(name, special), ToolOffer.of([WEATHER, CLOCK]), inside)
         parsed = [delta.tool_call for delta in [*reader.push(text), *reader.finish()]]
         allowed = allows(grammar, text, name, special)
         assert not allowed or None not in parsed[inside or text.startswith(THOUGHT) :]
         if allowed:
-            reader = AnswerParser(format_of(name, special), [WEATHER, CLOCK], inside, enforced=True)
+            reader = AnswerParser(format_of(name, special), ToolOffer.of([WEATHER, CLOCK]), inside, enforced=True)
             pieces = [delta.tool_call for letter in text for delta in reader.push(letter)]
             calls = whole_calls(pieces)
             assert [(call.name, call.arguments) for call in calls] == [(c.name, c.arguments) for c in parsed if c]

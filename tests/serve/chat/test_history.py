@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import AnswerParser
+from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from eagle_mlx.serve.chat.history import joined, lost_message
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, format_with_template
 
@@ -211,7 +211,7 @@ def test_calls_of_lfm2_are_in_the_content_because_its_templates_leave_them_out()
     written = """[get_weather(city="\\"Oslo\\"", days=[1, None], exact=True), get_weather()]"""
     chat = chats.chat([*HELLO, calling, said("tool", "rain", tool_call_id="1"), *HELLO], [WEATHER])
     assert f"<assistant>Let me look.\n<|tool_call_start|>{written}<|tool_call_end|><tool>rain<user>" in chat.text
-    parser = AnswerParser(chats, [WEATHER])
+    parser = AnswerParser(chats, ToolOffer.of([WEATHER]))
     read = [
         delta.tool_call for delta in [*parser.push(chat.text.split("look.")[1].split("<tool>")[0]), *parser.finish()]
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.api.conversation import Turns
-from eagle_mlx.serve.chat.parser import AnswerParser
+from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from eagle_mlx.serve.chat.template import without_billing_header
 from tests.serve.chat.formats import WEATHER, format_with_parser
 
@@ -66,7 +66,7 @@ def test_calls_without_an_end_take_linear_time(parser: str, answer: str, body: s
     format = format_with_parser(parser)
 
     def parse(count: int) -> None:
-        reader = AnswerParser(format, [WEATHER])
+        reader = AnswerParser(format, ToolOffer.of([WEATHER]))
         text = answer.replace("x", body * count)
         deltas = [*reader.push(text), *reader.finish()]
         assert "".join(delta.content for delta in deltas) == text
@@ -90,7 +90,7 @@ def test_tags_without_an_end_take_linear_time(parser: str, answer: str, body: st
     format = format_with_parser(parser)
 
     def parse(count: int) -> None:
-        reader = AnswerParser(format, [WEATHER])
+        reader = AnswerParser(format, ToolOffer.of([WEATHER]))
         text = answer.replace("x", body * count)
         assert "".join(delta.content for delta in [*reader.push(text), *reader.finish()]) == text
 
@@ -103,14 +103,14 @@ def test_tags_without_an_end_take_linear_time(parser: str, answer: str, body: st
 def test_a_value_of_tags_takes_linear_time(body: str) -> None:
     def parse(count: int) -> None:
         text = f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{body * count}\n</parameter>\n</function>"
-        reader = AnswerParser(format_with_parser("qwen3_coder"), [WEATHER])
+        reader = AnswerParser(format_with_parser("qwen3_coder"), ToolOffer.of([WEATHER]))
         assert [*reader.push(f"{text}\n</tool_call>"), *reader.finish()]
 
     assert is_linear(parse, 1000)
 
 
 def test_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
-    reader = AnswerParser(format_with_parser("gemma4"), [WEATHER])
+    reader = AnswerParser(format_with_parser("gemma4"), ToolOffer.of([WEATHER]))
     deltas = reader.push('<|tool_call>call:get_weather{city:<|"|>{{}}}{<|"|>,more:{a:1}}<tool_call|>')
     assert [delta.tool_call.arguments for delta in deltas if delta.tool_call] == [
         '{"city": "{{}}}{", "more": {"a": 1}}'

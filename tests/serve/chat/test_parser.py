@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import eagle_mlx as em
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, ToolOffer
 from eagle_mlx.serve.chat.tools import AnswerStates
 from tests.fakes import plain_tokenizer
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, format_with_template, target_of
@@ -49,7 +49,7 @@ def told(deltas: Sequence[Delta]) -> list[Piece]:
 def read(
     format: ChatFormat, *parts: str, tools: Any = TOOLS, inside: bool = False, complete: bool = True
 ) -> list[Piece]:
-    reader = AnswerParser(format, tools, inside)
+    reader = AnswerParser(format, ToolOffer.of(tools), inside)
     deltas = [delta for part in parts for delta in reader.push(part)]
     return told([*deltas, *reader.finish(complete)])
 
@@ -59,7 +59,7 @@ def rome(index: int = 0) -> Piece:
 
 
 def test_text_passes_at_once_and_half_a_tag_waits() -> None:
-    reader = AnswerParser(format_of("qwen"), TOOLS)
+    reader = AnswerParser(format_of("qwen"), ToolOffer.of(TOOLS))
     steps = [
         "Let me ",
         "look.",
@@ -93,11 +93,11 @@ def test_line_breaks_around_tags_are_dropped() -> None:
 
 
 def test_ids_are_unique_and_fit_the_template() -> None:
-    reader = AnswerParser(format_of("qwen"), TOOLS)
+    reader = AnswerParser(format_of("qwen"), ToolOffer.of(TOOLS))
     ids = [delta.tool_call.id for delta in reader.push(ROME + NOW) if delta.tool_call]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("call_[0-9a-f]{24}", call_id) for call_id in ids)
-    mistral = AnswerParser(format_of("mistral"), TOOLS)
+    mistral = AnswerParser(format_of("mistral"), ToolOffer.of(TOOLS))
     mistral.push("[TOOL_CALLS]clock[ARGS]{}")
     assert [
         re.fullmatch("[A-Za-z0-9]{9}", delta.tool_call.id) is None for delta in mistral.finish() if delta.tool_call
@@ -116,7 +116,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         "",
         "[]",
         "3",
-        '{"name": "unknown", "arguments": {}}',
+        '{"name": "no name", "arguments": {}}',
         '{"name": 3, "arguments": {}}',
         '{"name": "clock", "arguments": [1]}',
         '{"name": "clock", "arguments": "no JSON"}',
@@ -136,7 +136,7 @@ def test_a_malformed_call_is_text(body: str) -> None:
 
 def test_arguments_are_json_that_utf8_can_encode() -> None:
     def arguments(text: str) -> str:
-        deltas = AnswerParser(format_of("qwen"), TOOLS).push(
+        deltas = AnswerParser(format_of("qwen"), ToolOffer.of(TOOLS)).push(
             f'<tool_call>{{"name": "clock", "arguments": {text}}}</tool_call>'
         )
         assert deltas[0].tool_call is not None
@@ -277,6 +277,21 @@ def test_the_calls_of_every_parser_of_mlx_lm_are_read(parser: str) -> None:
     assert read(format, text, text[8:], tools=[ASKED]) == [*expected, rome(1)]
 
 
+@pytest.mark.parametrize("parser", sorted(SAMPLES))
+def test_a_made_up_function_is_a_call_and_a_withheld_one_is_text(parser: str) -> None:
+    format = format_with_parser(parser)
+    for name in ("look_up", "web.Search2"):
+        text = f"I look.\n{SAMPLES[parser].replace('get_weather', name)}\nAnd on."
+        for parts in ([text], text):
+            [before, (kind, (_, called, arguments)), *_] = read(format, *parts, tools=[CLOCK])
+            assert (before, kind, called) == (("content", "I look."), "call", name)
+            assert arguments["city"] == "Rome"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CLOCK]}}
+    reader = AnswerParser(format, ToolOffer.of([WEATHER, CLOCK], allowed))
+    deltas = [*reader.push(f"I look.\n{SAMPLES[parser]}"), *reader.finish()]
+    assert "".join(delta.content for delta in deltas) == f"I look.\n{SAMPLES[parser]}"
+
+
 TYPES: dict[str, tuple[dict[str, Any], str, Any]] = {
     "a reference": ({"$ref": "#/$defs/days"}, "3", 3),
     "a reference to text": ({"$ref": "#/$defs/a~1b"}, "3", "3"),
@@ -314,25 +329,25 @@ def test_arguments_without_quotes_get_the_type_of_any_schema(case: str) -> None:
 
 
 def test_a_models_own_ids_are_kept() -> None:
-    reader = AnswerParser(format_with_parser("kimi_k2"), TOOLS)
+    reader = AnswerParser(format_with_parser("kimi_k2"), ToolOffer.of(TOOLS))
     assert [delta.tool_call.id for delta in reader.push(SAMPLES["kimi_k2"]) if delta.tool_call] == [
         "functions.get_weather:0"
     ]
 
 
 def test_an_id_that_a_model_writes_twice_in_an_answer_counts_once() -> None:
-    reader = AnswerParser(format_of("qwen"), TOOLS)
+    reader = AnswerParser(format_of("qwen"), ToolOffer.of(TOOLS))
     twice = '<tool_call>\n{"id": "1", "name": "clock", "arguments": {}}\n</tool_call>\n' * 2
     ids = [delta.tool_call.id for delta in [*reader.push(twice), *reader.finish()] if delta.tool_call]
     assert ids[0] == "1"
     assert re.fullmatch("call_[0-9a-f]{24}", ids[1])
-    mistral = AnswerParser(format_of("mistral"), TOOLS)
+    mistral = AnswerParser(format_of("mistral"), ToolOffer.of(TOOLS))
     mistral.push('[TOOL_CALLS][{"name": "clock", "id": "abcdefghi"}, {"name": "clock", "id": "abcdefghi"}]')
     assert len({delta.tool_call.id for delta in mistral.finish() if delta.tool_call}) == 2
 
 
 def test_a_call_without_an_end_tag_ends_with_the_next_call_or_the_text() -> None:
-    reader = AnswerParser(format_of("mistral"), TOOLS)
+    reader = AnswerParser(format_of("mistral"), ToolOffer.of(TOOLS))
     assert told(reader.push("x[TOOL_CALLS]clock[ARGS]{}")) == [("content", "x")]
     assert told(reader.push('[TOOL_CALLS]get_weather[ARGS]{"city": "[TOOL_CALLS]')) == [("call", (0, "clock", {}))]
     assert told(reader.push('"}')) == []
@@ -340,7 +355,7 @@ def test_a_call_without_an_end_tag_ends_with_the_next_call_or_the_text() -> None
 
 
 def test_thoughts_of_prompts_that_open_them() -> None:
-    reader = AnswerParser(format_of("thinking"), TOOLS, starts_in_reasoning=True)
+    reader = AnswerParser(format_of("thinking"), ToolOffer.of(TOOLS), starts_in_reasoning=True)
     assert told(reader.push("\nhm")) == [("reasoning", "hm")]
     assert told(reader.push("m</th")) == [("reasoning", "m")]
     assert told(reader.push("ing>\n")) == [("reasoning", "</thing>")]
@@ -474,7 +489,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_ends_a_call() -> None:
         ("call", (0, "clock", {})),
         ("content", "Done."),
     ]
-    reader = AnswerParser(format, TOOLS, starts_in_reasoning=True)
+    reader = AnswerParser(format, ToolOffer.of(TOOLS), starts_in_reasoning=True)
     assert told(reader.push("they write <tool_call> for it. ")) == [("reasoning", "they write <tool_call> for it. ")]
     assert told(reader.push('<tool_call>{"name": ')) == []
     assert told(reader.push("</think>So: ")) == [("reasoning", '<tool_call>{"name": '), ("content", "So: ")]
@@ -559,6 +574,6 @@ def bare(text: str) -> str:
 
 @given(text=texts, inside=st.booleans())
 def test_no_text_is_lost_or_reordered(text: str, inside: bool) -> None:
-    calls = {"get_weather": ROME, "clock": NOW}
+    calls = {"get_weather": ROME, "got_weather": ROME.replace("get", "got"), "clock": NOW}
     pieces = read(format_of("thinking"), text, inside=inside)
     assert bare("".join(calls[value[1]] if kind == "call" else value for kind, value in pieces)) == bare(text)

@@ -17,7 +17,7 @@ from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import CheckResult, Observation, ParsedToolCall, ParseResult, Status
 
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, whole_calls
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, ToolOffer, whole_calls
 from tests.full import in_full, in_turn
 from tests.serve.chat.formats import ADDED, THINK_TAGS, TOOL_TAGS, format_with_template
 from tests.serve.chat.test_call_formats import FAMILIES, loop
@@ -89,7 +89,7 @@ def prompt_end(fixture: Fixture) -> str:
 def read(fixture: Fixture, format: ChatFormat, parts: Sequence[str], enforced: bool = False) -> ParseResult:
     assert format.tokenizer is not None
     prompt = format.tokenizer.encode(prompt_end(fixture), add_special_tokens=False)
-    reader = AnswerParser(format, fixture.tools, format.starts_in_reasoning(prompt), enforced=enforced)
+    reader = AnswerParser(format, ToolOffer.of(fixture.tools), format.starts_in_reasoning(prompt), enforced=enforced)
     deltas = [delta for part in parts for delta in reader.push(part)]
     return result([*deltas, *reader.finish(not fixture.truncated)])
 

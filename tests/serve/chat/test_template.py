@@ -203,7 +203,7 @@ def test_tools_and_calls_are_text_if_the_template_ignores_or_refuses_them(name: 
     assert '"name": "clock"' in told
     assert told.index("write only this") < told.index("Be brief.") < told.index("hello")
     assert result["content"] == "Result of get_weather:\nsunny\n\nThanks."
-    reader = AnswerParser(format, [WEATHER])
+    reader = AnswerParser(format, ToolOffer.of([WEATHER]))
     deltas = [*reader.push(answer["content"]), *reader.finish()]
     assert deltas[0].content == "I look."
     assert deltas[1].tool_call is not None
