@@ -3,6 +3,8 @@
     python benchmarks/agents.py --target out/real/smollm2-135m-instruct
     python benchmarks/agents.py --target out/real/smollm2-135m-instruct \\
         --head checkpoints/smollm2-135m-instruct --decode 60
+    git clone https://github.com/SWE-agent/SWE-agent out/SWE-agent
+    python benchmarks/agents.py --target out/real/smollm2-135m-instruct --sessions out/SWE-agent
 
 A replay asks the real proposer and the real policy in each round and compares drafts with the recorded answer. Time
 comes from a cost curve of forwards; a head accepts at random, as often as measured. `make_workloads.py` made the texts.
@@ -14,7 +16,6 @@ import argparse
 import gzip
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -37,6 +38,8 @@ ACCEPTED = (0.55, 0.55, 0.53, 0.56, 0.56, 0.6, 0.67, 0.67)
 benchmarks/results/real-model.md)."""
 
 
+AFTER = {"retried": "extraction", "one task tried again": "sessions of different tasks"}
+"""Kinds of texts that are decoded after those of another kind, whose memory they have."""
 PREFIX_BYTES = 1 << 28
 """A server has a prefix cache too. Jobs of one template share two thirds of their prompts."""
 
@@ -109,31 +112,62 @@ def read(path: Path, tokenizer: Any) -> list[Text]:
 
 
 def chat(prompt: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True))
+    return rendered([{"role": "user", "content": prompt}], tokenizer)
+
+
+def rendered(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def sessions(folder: Path, tokenizer: Any) -> dict[str, list[Text]]:
+    """Return the answers of recorded sessions (SWE-agent's `.traj` files), each with all that was before it.
+
+    Files of the same name are sessions of one task, so there are different tasks, and a task tried again.
+    """
+    first, again, names = list[Text](), list[Text](), set[str]()
+    for path in sorted(folder.rglob("*.traj")):
+        texts = again if path.name in names else first
+        names.add(path.name)
+        messages: list[dict[str, str]] = []
+        for turn in json.loads(path.read_text("utf-8"))["history"]:
+            message = {"role": turn["role"], "content": written(turn)}
+            if turn["role"] == "assistant":
+                answer = [*tokenizer.encode(message["content"]), tokenizer.eos_token_id]
+                texts.append(Text(path.name, rendered(messages, tokenizer), answer))
+            messages.append(message)
+    return {"sessions of different tasks": first, "one task tried again": again}
+
+
+def written(turn: dict[str, Any]) -> str:
+    """Return a message as text, with its calls as most models write them."""
+    content = turn["content"] or ""
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    for call in turn.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        parts.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
+    return "\n".join(parts)
 
 
 def proposer(memory: bool, shortest: int) -> em.NgramProposer:
     return em.NgramProposer(min_ngram=shortest, memory=em.Memory() if memory else None)
 
 
-def replays(texts: Sequence[Text]) -> None:
+def replays(kinds: dict[str, list[Text]]) -> None:
     print("| texts | number | tokens | n-grams | with memory | head and n-grams | with memory |")
     print("|---|---|---|---|---|---|---|")
-    for kind, group in groupby(texts, lambda text: text.kind):
-        own = list(group)
+    for kind, texts in kinds.items():
         speeds = []
         for head in (False, True):
             for memory in (False, True):
                 replay = Replay(proposer(memory, MIN_NGRAM if head else 1), head)
-                if kind == "retried":
-                    for text in texts:
-                        if text.kind == "extraction":
-                            replay.decode(text)
-                    replay.seconds, replay.tokens = 0.0, 0
-                for text in own:
+                for text in kinds.get(AFTER.get(kind, ""), ()):
+                    replay.decode(text)
+                replay.seconds, replay.tokens = 0.0, 0
+                for text in texts:
                     replay.decode(text)
                 speeds.append(f"{replay.speed:.2f}")
-        print(f"| {kind} | {len(own)} | {sum(len(text.answer) for text in own)} | {' | '.join(speeds)} |", flush=True)
+        count = sum(len(text.answer) for text in texts)
+        print(f"| {kind} | {len(texts)} | {count} | {' | '.join(speeds)} |", flush=True)
 
 
 def decode(target: em.Target, head: str, count: int) -> None:
@@ -174,14 +208,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="its tokenizer reads the texts")
     parser.add_argument("--texts", type=Path, default=TEXTS)
+    parser.add_argument("--sessions", type=Path, metavar="FOLDER", help="replay SWE-agent's recorded sessions instead")
     parser.add_argument("--head")
     parser.add_argument("--decode", type=int, default=0, metavar="N", help="decode N extraction jobs (needs --head)")
     arguments = parser.parse_args()
     target = em.load_target(arguments.target)
     if arguments.decode:
         decode(target, arguments.head, arguments.decode)
+    elif arguments.sessions:
+        replays(sessions(arguments.sessions, target.tokenizer))
     else:
-        replays(read(arguments.texts, target.tokenizer))
+        texts = read(arguments.texts, target.tokenizer)
+        replays({kind: list(group) for kind, group in groupby(texts, lambda text: text.kind)})
 
 
 if __name__ == "__main__":

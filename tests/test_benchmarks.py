@@ -162,6 +162,31 @@ def test_replays_show_what_a_memory_gains_on_texts_that_repeat(
     assert float(both) > float(head) > 1
 
 
+def test_a_session_of_the_same_name_is_the_same_task_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_target_folder(tmp_path / "target")
+    calls = [{"function": {"name": "open", "arguments": '{"file": "a.py"}'}}]
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "The sum is wrong."}]},
+        {"role": "assistant", "content": "Let me look at the file first.", "tool_calls": calls},
+        {"role": "user", "content": "def sum(a, b): return a - b"},
+        {"role": "assistant", "content": "A minus has to become a plus.", "tool_calls": None},
+    ]
+    for folder in ("once", "twice"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "sum.traj").write_text(json.dumps({"history": turns}))
+    command = ["agents.py", "--target", str(tmp_path / "target"), "--sessions", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    script("agents.py")["main"]()
+    first, again = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[-2:])
+    assert (first[:3], again[:3]) == (
+        ["sessions of different tasks", "2", first[2]],
+        ["one task tried again", "2", first[2]],
+    )
+    assert float(again[4]) > 1.5 * max(float(again[3]), float(first[4])), "the memory has the first session's answers"
+
+
 def test_learning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_target_folder(tmp_path / "target")
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "head", target_name="tiny")
