@@ -19,6 +19,7 @@ from eagle_mlx.errors import ConfigError, OutputError
 
 PART = ".part"  # the suffix of a file while it is being written
 FINDER = ".DS_Store"  # a file of the Finder of macOS
+_MARKS = ("config.json", "manifest.json", "run.json", "made")  # of heads, captures, and runs, also before they train
 
 
 def cache_folder() -> Path:
@@ -114,13 +115,18 @@ def check_idle(*places: Path) -> None:
 def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     """Return the folder as a path.
 
-    Raises OutputError if it is not empty and `overwrite` is not set, if it is a file, or if it cannot be written.
+    Raises OutputError if it is a file, if it cannot be written, or if it is not empty, unless `overwrite` is set and it
+    is an output of this project.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file; choose a folder that does not exist yet")
-    if path.exists() and not overwrite and not is_empty(path):
-        raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
+    if path.exists() and not is_empty(path):
+        if not overwrite:
+            raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
+        if not any(place.name in _MARKS or place.suffix == ".safetensors" for place in path.iterdir()):
+            reason = "it holds no head, run or hidden states; choose another output folder, or move its files away"
+            raise OutputError(f"{path} is not overwritten: {reason}")
     for place in (path.parent, path) if path.exists() else (path.parent,):
         check_writable(place)
     return path

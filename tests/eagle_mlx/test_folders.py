@@ -36,23 +36,32 @@ def test_an_existing_folder_is_refused_or_replaced_at_the_end(tmp_path: Path) ->
     out = tmp_path / "out"
     out.mkdir()
     assert check_free(out) == out, "an empty folder is free"
-    (out / "old").write_text("old")
+    (out / "run.json").write_text("old")
     with pytest.raises(OutputError, match="exists already.*--overwrite"):
         check_free(out)
     with new_folder(out, overwrite=True) as part:
         (part / "new").write_text("new")
-        assert (out / "old").exists()
+        assert (out / "run.json").exists()
     assert [p.name for p in out.iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/model.safetensors").touch()
+    with pytest.raises(OutputError, match="is not overwritten: it holds no head, run or hidden states"):
+        check_free(tmp_path, overwrite=True)
+    assert check_free(tmp_path / "head", overwrite=True)
 
 
 def test_the_old_folder_survives_a_failure(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / "run.json").write_text("old")
     with pytest.raises(RuntimeError), new_folder(out, overwrite=True):
         raise RuntimeError
-    assert (out / "old").read_text() == "old"
+    assert (out / "run.json").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -496,11 +496,11 @@ def test_mtp_layers_that_speculators_does_not_support(
 def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = head_of(TARGET, "eagle3", tmp_path / "h")
     (tmp_path / "o").mkdir()
-    (tmp_path / "o" / "mine").write_text("precious")
+    (tmp_path / "o" / "config.json").write_text("precious")
     args = [str(source), "--to", "eagle3", "--output", str(tmp_path / "o")]
     assert main(args) == 2
     assert "exists already" in capsys.readouterr().err
-    assert (tmp_path / "o" / "mine").read_text() == "precious"
+    assert (tmp_path / "o" / "config.json").read_text() == "precious"
     assert main([*args, "--overwrite"]) == 0
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["config.json", "model.safetensors"]
 

@@ -50,7 +50,8 @@ def test_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -> N
 def test_a_finished_head_is_kept_if_no_state_could_be_saved(tmp_path: Path, overwrite: bool) -> None:
     out = tmp_path / "out"
     if overwrite:
-        (out / "best").mkdir(parents=True)
+        out.mkdir()
+        (out / "run.json").touch()
     full = OSError(errno.ENOSPC, "No space left on device")
     message = "kept in .*, but no state to resume from: .* --init-from .*/last$"
     with pytest.raises(OutputError, match=message) as failure:
@@ -75,15 +76,15 @@ def test_a_folder_that_was_made_in_the_finder_is_free(tmp_path: Path) -> None:
 def test_an_output_that_exists(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("")
+    (out / "run.json").write_text("")
     with pytest.raises(OutputError, match="exists already"), claim(out, False):
         pass
     with pytest.raises(ValueError, match="boom"):
         fail(out, ValueError("boom"), checkpoint=False, overwrite=True)
-    assert [p.name for p in tmp_path.rglob("*")] == ["out", "old"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "run.json"]
     with claim(out, True) as folder:
         (folder / "new").write_text("")
-        assert (out / "old").exists()
+        assert (out / "run.json").exists()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "new"]
 
 
@@ -147,6 +148,7 @@ def test_overwriting_never_deletes_what_the_command_reads(
     for name in ("in", "in/target", "in/shards"):
         Path(name).mkdir()
     Path("in/chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    Path("in/run.json").touch()
     over = ["--output", "in", "--overwrite"]
     flag = {"in/chats.jsonl": "--data", "in/shards": "--shards"}.get(read, "--target")
     run = {
@@ -157,7 +159,7 @@ def test_overwriting_never_deletes_what_the_command_reads(
     }
     assert run[command]() == 2
     assert f"overwriting in would delete {read}" in capsys.readouterr().err
-    assert sorted(path.name for path in Path("in").iterdir()) == ["chats.jsonl", "shards", "target"]
+    assert sorted(path.name for path in Path("in").iterdir()) == ["chats.jsonl", "run.json", "shards", "target"]
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
@@ -171,6 +173,7 @@ def test_the_second_run_in_a_folder_ends_at_once(
         assert main(line) == 2
         assert f"another process is writing to {out}" in capsys.readouterr().err
         (folder / "checkpoints" / "step-1").mkdir(parents=True)
+        (folder / "run.json").touch()
         if more:
             assert main(line) == 2
             assert f"another process is writing to {out}" in capsys.readouterr().err
