@@ -19,7 +19,8 @@ from eagle_mlx.errors import ConfigError, OutputError
 
 PART = ".part"  # the suffix of a file while it is being written
 FINDER = ".DS_Store"  # a file of the Finder of macOS
-_MARKS = ("config.json", "manifest.json", "run.json", "made")  # of heads, captures, and runs, also before they train
+_MARKS = ("config.json", "manifest.json", "report.json", "run.json", "comparison.json", "made")
+"""Files of heads, captures, demos, runs and comparisons; `made` is of a run that does not train yet."""
 
 
 def cache_folder() -> Path:

@@ -127,9 +127,10 @@ def measure(
 ) -> list[BenchRun]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    The reference is mlx-lm's greedy text, or plain decoding with the same seeds if sampled, exact, or with ends
-    ignored. If it loops on a prompt, the prompt is decoded once, for the comparison only, and its later turns are
-    skipped. Raises ConfigError if all prompts loop, and PromptError if a question's last turn may not fit the context.
+    The reference is mlx-lm's greedy text, that of the first repeat if mlx-lm is measured and no mode decodes a batch.
+    It is plain decoding with the same seeds if sampled, exact, or with ends ignored. A prompt on which it loops is
+    decoded once, for the comparison only, and later turns of its question are skipped. Raises ConfigError if all
+    prompts loop, and PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -167,6 +168,10 @@ class _Measurement:
     results: list[_Results]
     reference: _Results
     bar: Callable[..., tqdm[Any]]
+
+    @property
+    def _widest(self) -> int:
+        return max(result.mode.batch for result in self.results)
 
     def run(self) -> list[BenchRun]:
         kept, over = list[Place](), set[int]()
@@ -207,25 +212,31 @@ class _Measurement:
     def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
         texts, least = self.reference.continuations, self.config.least_distinct
-        with self.bar(desc="reference", total=len(places), unit="prompt") as bar:
-            for place in places:
-                texts[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
-                bar.update()
+        alike = (result for result in self.results if result.mode.name == self.reference.mode.name == "mlx-lm")
+        timed = next(alike, None) if self._widest == 1 else None
+        if timed is not None:
+            self._repeat(0, self._groups(places))
+            texts.update(timed.continuations)
+        else:
+            with self.bar(desc="reference", total=len(places), unit="prompt") as bar:
+                for place in places:
+                    texts[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
+                    bar.update()
         kept = [place for place in places if not is_loop(texts[place].tokens, least)]
         if not kept and (0, 0) in places:
             raise ConfigError(
                 f"all {len(texts)} continuations loop (their share of distinct 4-grams is below {least:g}), so there "
                 "is nothing to measure; use other prompts or a better target"
             )
-        self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
+        if timed is None:
+            self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
         for repeat in range(1, self.config.repeats):
             self._repeat(repeat, self._groups(kept))
         return kept
 
     def _groups(self, places: Sequence[Place]) -> list[Sequence[Place]]:
         """Return groups of prompts, one per turn: a single prompt, or enough of one category for the widest batch."""
-        widest = max(result.mode.batch for result in self.results)
-        size = 1 if widest == 1 else GROUP_PER_ROW * widest
+        size = 1 if self._widest == 1 else GROUP_PER_ROW * self._widest
         alike: dict[str | None, list[Place]] = {}
         for place in places:
             alike.setdefault(self.questions[place[0]].category, []).append(place)

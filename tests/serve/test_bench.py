@@ -35,7 +35,7 @@ from eagle_mlx.serve.bench.measure import (
     first_difference,
     measure,
 )
-from eagle_mlx.serve.bench.modes import BenchModels, Decoding, EngineMode, Mode, build_modes, take_turns
+from eagle_mlx.serve.bench.modes import BenchModels, Decoding, EngineMode, MlxLmMode, Mode, build_modes, take_turns
 from eagle_mlx.serve.bench.options import BenchConfig, ModeName
 from eagle_mlx.serve.bench.report import BenchRun, TextComparison
 from eagle_mlx.target import nbytes_of
@@ -290,17 +290,40 @@ def test_the_peak_of_a_mode_has_what_it_keeps_between_turns() -> None:
 
 
 def test_a_mode_with_another_text_is_reported() -> None:
-    class Liar(EngineMode):
-        def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-            honest = yield from super().decode(prompts, params)
-            return [replace(output, tokens=((output.tokens[0] + 1) % 4096, *output.tokens[1:])) for output in honest]
-
     target = tiny_target(tokenizer=True)
     plan = BenchConfig(max_tokens=6, repeats=1, least_distinct=0.0)
     (run,) = measure(target, [Liar("plain", BenchModels(target), 1)], PROMPTS, plan, progress=False)
     assert run.identical is False
     assert run.identical_count == 0
     assert run.ratio_to_mlx_lm is None
+
+
+class Liar(EngineMode):
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        honest = yield from super().decode(prompts, params)
+        return [replace(output, tokens=((output.tokens[0] + 1) % 4096, *output.tokens[1:])) for output in honest]
+
+
+def test_mlx_lm_decodes_for_the_comparison_only_if_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, decode = list[int](), MlxLmMode.decode
+
+    def counted(mode: MlxLmMode, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        decoded.extend(len(prompt) for prompt in prompts if params[0].max_tokens > 1)
+        return decode(mode, prompts, params)
+
+    monkeypatch.setattr(MlxLmMode, "decode", counted)
+    target = tiny_target(tokenizer=True)
+    lengths, warm_up = [len(prompt) for prompt in PROMPTS], len(PROMPTS[0])
+    for modes, repeats, expected in (
+        ([MlxLmMode("mlx-lm", target)], 2, [warm_up, *lengths, *lengths]),
+        ([MlxLmMode("mlx-lm", target)], 1, [warm_up, *lengths]),
+        ([], 1, lengths),
+    ):
+        decoded.clear()
+        config = BenchConfig(max_tokens=6, repeats=repeats, least_distinct=0.0)
+        runs = measure(target, [*modes, Liar("plain", BenchModels(target), 1)], PROMPTS, config, progress=False)
+        assert decoded == expected
+        assert [run.identical for run in runs] == [True] * len(modes) + [False]
 
 
 def test_loops_are_left_out_and_counted() -> None:
@@ -315,16 +338,17 @@ def test_loops_are_left_out_and_counted() -> None:
     assert run.prompts + run.left_out_looping == len(PROMPTS)
 
 
-def test_only_looping_prompts_are_left_out() -> None:
+@pytest.mark.parametrize("measured", [(), ("mlx-lm",)])
+def test_only_looping_prompts_are_left_out(measured: tuple[ModeName, ...]) -> None:
     target, most = tiny_target(seed=3, tokenizer=True), in_full(40, 20)
-    modes = [EngineMode("plain", BenchModels(target), 1)]
-    outputs = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, most))[0].outputs
+    modes = [*(MlxLmMode(name, target) for name in measured), EngineMode("plain", BenchModels(target), 1)]
+    outputs = take_turns([(modes[-1], PROMPTS)], BenchConfig().params(4, most))[0].outputs
     ratios = sorted(distinct_ratio(output.tokens) for output in outputs)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)
     assert 0 < looping < len(PROMPTS), "choose another seed"
     config = BenchConfig(max_tokens=most, repeats=1, least_distinct=middle)
-    (run,) = measure(target, modes, PROMPTS, config, progress=False)
+    *_, run = measure(target, modes, PROMPTS, config, progress=False)
     assert run.left_out_looping == looping
     assert run.prompts == len(PROMPTS) - looping
     assert run.identical_count == len(PROMPTS)
