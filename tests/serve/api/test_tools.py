@@ -457,8 +457,8 @@ def test_calls_of_other_families_are_the_same_in_every_api(mark: str, tmp_path: 
 
 def test_a_made_up_tool_is_called_so_that_its_client_can_say_so(tmp_path: Path) -> None:
     mark = "<\uff5ctool▁calls▁begin\uff5c> ```json"
-    said = Line("names", FAMILIES[mark].replace("get_weather", "look_outside"))
-    plan = LoadConfig(scripted_target_folder(tmp_path, [said], mark=mark), Speculation(mode="ngram"))
+    line = Line("names", FAMILIES[mark].replace("get_weather", "look_outside"))
+    plan = LoadConfig(scripted_target_folder(tmp_path, [line], mark=mark), Speculation(mode="ngram"))
     with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
         for dialect in DIALECTS:
             for answer in told(running, dialect, asking(dialect, "x")):
