@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import fastmath, use_shortcuts
+from eagle_mlx.cpu import softmax, use_shortcuts
 
 _LEAST = 65  # queries of a prompt; forwards with fewer may be verifies, for which attention is little of the work
 _TILE = 128
@@ -61,7 +61,7 @@ def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
         some = (queries[:, :, start:end] * scale).reshape(rows, -1, sharing * (end - start), width)
         scores = some @ keys[:, :, : past + end].swapaxes(-1, -2)
         split = scores.reshape(rows, heads, end - start, past + end)
-        weights = fastmath.softmax(mx.where(mask[..., start:end, : past + end], split, -math.inf))
+        weights = softmax(mx.where(mask[..., start:end, : past + end], split, -math.inf))
         out = weights.reshape(scores.shape) @ values[:, :, : past + end]
         parts.append(out.reshape(rows, heads, end - start, values.shape[-1]))
     return mx.concatenate(parts, axis=2)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_mlx.cpu import fastmath  # first: it brings the fast BLAS before MLX
+from eagle_mlx.cpu import log_sum_exp, softmax  # first: it brings the fast BLAS before MLX
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
@@ -106,11 +106,11 @@ class Distillation:
     def loss(self, model: Any, rows: Rows, wanted: mx.array) -> mx.array:
         """Return the cross entropy with the target's distribution. wanted: [B, L, V] float32."""
         logits = self.logits(model, rows.tokens)
-        losses = fastmath.log_sum_exp(logits)[..., 0] - (wanted * logits).sum(axis=-1)
+        losses = log_sum_exp(logits)[..., 0] - (wanted * logits).sum(axis=-1)
         return (losses * rows.counts).sum() / mx.maximum(rows.counts.sum(), 1)
 
     def wanted(self, tokens: mx.array) -> mx.array:
-        return fastmath.softmax(self.logits(self._target, tokens))
+        return softmax(self.logits(self._target, tokens))
 
     def agreement(self, model: Any, rows: Rows) -> float:
         """Return the share of an answer's tokens for which the model's first choice is the target's."""

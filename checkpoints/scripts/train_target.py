@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.cpu import fastmath, use_shortcuts  # first: it brings the fast BLAS before MLX
+from eagle_mlx.cpu import log_sum_exp, softmax, use_shortcuts  # first: it brings the fast BLAS before MLX
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
@@ -84,7 +84,7 @@ def use_fast_cpu_math() -> None:
             return library(q, k, v, cache=cache, scale=scale, mask=mask)
         b, hq, length, d = q.shape
         grouped = (q * scale).reshape(b, k.shape[1], -1, length, d)
-        weights = fastmath.softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + causal[:length, :length])
+        weights = softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + causal[:length, :length])
         return (weights @ v[:, :, None]).reshape(b, hq, length, d)
 
     qwen3.scaled_dot_product_attention = attend
@@ -138,7 +138,7 @@ def build_model(shape: Shape) -> qwen3.Model:
 def next_token_loss(model: qwen3.Model, rows: mx.array) -> mx.array:
     logits, targets = model(rows[:, :-1]), rows[:, 1:]
     picked = mx.take_along_axis(logits, targets[..., None], axis=-1)
-    return mx.mean(fastmath.log_sum_exp(logits) - picked)
+    return mx.mean(log_sum_exp(logits) - picked)
 
 
 def held_out_loss(model: qwen3.Model, stream: np.ndarray, length: int, limit: int = 256) -> float:

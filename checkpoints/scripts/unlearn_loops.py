@@ -35,7 +35,7 @@ from train_target import (
     use_fast_cpu_math,
 )
 
-from eagle_mlx.cpu import fastmath
+from eagle_mlx.cpu import log_sum_exp
 from eagle_mlx.data_pipelines.sources.stdlib import functions_of, iter_files
 
 N = 4
@@ -79,7 +79,7 @@ def looping_rows(prompts: list[list[int]], outputs: list[em.Output]) -> tuple[mx
 def unlikelihood_loss(model: qwen3.Model, tokens: mx.array, marks: mx.array) -> mx.array:
     """Return the sum of -log(1 - p(token)) over marked tokens, divided by the number of the continuations' tokens."""
     logits, following = model(tokens[:, :-1]), tokens[:, 1:]
-    picked = mx.take_along_axis(logits, following[..., None], axis=-1) - fastmath.log_sum_exp(logits)
+    picked = mx.take_along_axis(logits, following[..., None], axis=-1) - log_sum_exp(logits)
     against = -mx.log(mx.maximum(1 - mx.exp(picked[..., 0]), 1e-4))
     return mx.sum(against * marks) / (tokens.shape[0] * CONTINUATION)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx import cpu
-from eagle_mlx.cpu import compute_dtype, default_streams, fastmath, use_shortcuts
+from eagle_mlx.cpu import compute_dtype, default_streams, log_sum_exp, softmax, use_shortcuts
 from tests.shortcuts import without_shortcuts
 
 on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
@@ -73,7 +73,7 @@ def test_without_shortcuts_there_is_one_stream_and_no_own_dtype() -> None:
         assert compute_dtype() is None
 
 
-@pytest.mark.parametrize("compute", [fastmath.softmax, fastmath.log_sum_exp])
+@pytest.mark.parametrize("compute", [softmax, log_sum_exp])
 def test_both_ways_compute_the_same(compute: Callable[[mx.array], mx.array]) -> None:
     x = 4 * mx.random.normal((5, 33), key=mx.random.key(0))
     with without_shortcuts():

@@ -12,7 +12,7 @@ from eagle_mlx.plan import RoundResult
 from tests.fakes import tiny_head, tiny_target
 
 LIBRARY = Path(em.__file__).parent
-COMPUTES = ("heads/", "cache/", "cpu/", "target.py", "hooks.py", "attention.py", "memory.py", "progress.py")
+COMPUTES = ("heads/", "cache/", "cpu.py", "target.py", "hooks.py", "attention.py", "memory.py", "progress.py")
 """The parts of target, head and caches, which know nothing of requests."""
 MOST_FILES = 14
 

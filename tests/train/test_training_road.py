@@ -25,7 +25,7 @@ COMPUTES = (
     "heads/",
     "formats/",
     "blas.py",
-    "cpu/",
+    "cpu.py",
     "kinds/",
     "unroll",
     "target.py",

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import fastmath
+from eagle_mlx.cpu import log_sum_exp, softmax
 from eagle_mlx.decoding.filters import largest
 from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.target import Target
@@ -49,22 +49,22 @@ def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> L
     logits = target.logits(target.norm(last)).astype(mx.float32)
     best = mx.argmax(logits, axis=-1).astype(mx.int32)
     if token_ids is None:
-        return Labels(fastmath.softmax(logits), best, mx.ones(best.shape, mx.float32))
+        return Labels(softmax(logits), best, mx.ones(best.shape, mx.float32))
     to_draft = mx.full((target.vocab_size,), -1, mx.int32)
     to_draft[token_ids] = mx.arange(token_ids.shape[0], dtype=mx.int32)
     draft_best = to_draft[best]
-    probs = fastmath.softmax(mx.take(logits, token_ids, axis=-1))
+    probs = softmax(mx.take(logits, token_ids, axis=-1))
     return Labels(probs, mx.maximum(draft_best, 0), (draft_best >= 0).astype(mx.float32))
 
 
 def soft_cross_entropy(logits: mx.array, probs: mx.array) -> mx.array:
     """Return -sum(probs * log_softmax(logits)) over the last axis, [..., V] -> [...]. `probs` must sum to 1."""
-    return fastmath.log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
+    return log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
 
 
 def hard_cross_entropy(logits: mx.array, best: mx.array) -> mx.array:
     """Return -log_softmax(logits) at the target's most likely tokens, [U, V] and [U] -> [U]."""
-    return (fastmath.log_sum_exp(logits) - mx.take_along_axis(logits, best[:, None], axis=-1))[..., 0]
+    return (log_sum_exp(logits) - mx.take_along_axis(logits, best[:, None], axis=-1))[..., 0]
 
 
 def total_variation(logits: mx.array, probs: mx.array) -> mx.array:
@@ -72,7 +72,7 @@ def total_variation(logits: mx.array, probs: mx.array) -> mx.array:
 
     It is the probability that rejection sampling rejects a token of q (Leviathan et al. 2023, theorem 3.5).
     """
-    return mx.sum(mx.abs(probs - fastmath.softmax(logits)), axis=-1) / 2
+    return mx.sum(mx.abs(probs - softmax(logits)), axis=-1) / 2
 
 
 def lk_loss(logits: mx.array, probs: mx.array) -> mx.array:
@@ -103,7 +103,7 @@ def confidence_loss(logits: mx.array, acceptance: mx.array) -> mx.array:
 
 def selector_loss(scores: mx.array, is_label: mx.array) -> mx.array:
     """Return the cross-entropy [U] of candidates with scores [U, K]; 0 if none of them `is_label`, [U, K] bool."""
-    losses = fastmath.log_sum_exp(scores)[..., 0] - mx.sum(is_label * scores, axis=-1)
+    losses = log_sum_exp(scores)[..., 0] - mx.sum(is_label * scores, axis=-1)
     return mx.any(is_label, axis=-1) * losses
 
 
