@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from eagle_mlx.errors import DataError, PromptError
 from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits
 from eagle_mlx.vision.spans import ImageSpan, ImageTokens, filled, placed
 
 from .conversation import Conversation

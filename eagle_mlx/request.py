@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.vision.images import take_images
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits, take_images
 from eagle_mlx.vision.spans import ImagePrompt, ImageSpan, placed
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import setting
-from eagle_mlx.vision.images import file_of
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits, file_of
 
 from .decoding_options import COLOR_HELP, DIM, DecodingOptions, SamplingOptions, has_color, painted, renderer
 

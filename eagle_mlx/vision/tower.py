@@ -20,8 +20,7 @@ import numpy as np
 
 from eagle_mlx import hub
 from eagle_mlx.errors import PromptError, in_one_line, loading
-from eagle_mlx.vision.images import content_of, decode
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits, content_of, decode
 from eagle_mlx.vision.spans import ImageTokens, expanded, filled
 
 

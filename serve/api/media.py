@@ -9,8 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, field_validator, model_serializer
 
 from eagle_mlx.errors import PromptError
-from eagle_mlx.vision.images import data_of
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import TYPES, ImageLimits, data_of
 from eagle_mlx.vision.spans import MARK, ImageTokens, mark
 from eagle_mlx.vision.tower import Vision
 
@@ -54,15 +53,12 @@ class Media(BaseModel):
         return {"type": self.kind, **({"image_url": self.source} if self.source else {})}
 
 
-_IMAGES = ("image", "image_url", "input_image")  # in Anthropic's API, and in OpenAI's two
-
-
 def without_data(part: object) -> object:
     """Reduce a part that is not text to its kind, and an image to its URL too, for `Media`."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not (isinstance(part, dict) and isinstance(kind, str) and _MEDIA.fullmatch(kind)):
         return part
-    return {"type": "media", "kind": kind, "source": _url_of(part) if kind in _IMAGES else None}
+    return {"type": "media", "kind": kind, "source": _url_of(part) if kind in TYPES else None}
 
 
 def _url_of(part: dict[str, Any]) -> str:

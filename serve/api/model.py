@@ -14,7 +14,7 @@ from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.memory_file import MemoryFile
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits
 
 from .. import log
 from ..chat import ChatFormat, Grammars

@@ -13,7 +13,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Group, Limit, between, flag, setting, settings_of
 from eagle_mlx.target_options import TargetOptions
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits
 
 from ..learning.options import LearnOptions
 from ..speculation import IN_MEMORY, TARGET_HELP, THINKING, MemoryOptions, Speculation

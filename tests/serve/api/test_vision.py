@@ -16,8 +16,7 @@ from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.vision import tower
-from eagle_mlx.vision.images import decode
-from eagle_mlx.vision.limits import ImageLimits
+from eagle_mlx.vision.images import ImageLimits, decode
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
 from tests.serve.api.live import DEPTH, Live, live
 from tests.serve.api.test_histories import DIALECTS, called, post, prompt_tokens, text, user
