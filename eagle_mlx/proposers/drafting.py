@@ -1,4 +1,4 @@
-"""Draw drafts from logits: a chain of tokens one by one, or a tree.
+"""Draw drafts from logits: a chain of tokens one by one, a block in one forward, or a tree.
 
 A tree is a chain with side branches, or grows level by level from the most likely nodes. Source: Li et al. 2024,
 EAGLE-2, section 4: expansion by joint probability, then the best nodes of the whole tree.
@@ -19,6 +19,8 @@ from eagle_mlx.decoding.draft import Branches, Draft, Tree
 from eagle_mlx.decoding.filters import largest
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, draft_scores, surprise_of
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 
 Forward = Callable[[mx.array | None], mx.array]
@@ -190,6 +192,36 @@ def draft_chain(
     children = max(TreeShape.of(plan.nodes, plan.depth).children, -(-plan.nodes // levels.shape[1]))
     tokens, tree = side_branch_tree(levels, plan.nodes, children, token_ids)
     return Draft(tokens, tokens.shape[1] * ready, tree=tree)
+
+
+def draw_block(
+    head: BlockHead | PEagleHead, states: mx.array, newest: mx.array, drafts: int, draw: Draws
+) -> list[mx.array]:
+    """Return a block's tokens as they were drawn, [B, n] int32 each.
+
+    states: [B, n, H], the states of the slots, the last `drafts` of which draft; newest: [B, 1] int32, each row's
+    newest token, for heads whose slots depend on the token before them.
+    """
+    h = states[:, -drafts:]
+    logits = head.logits(h)
+    sequential = head if isinstance(head, BlockHead) and head.is_sequential else None
+    if sequential is None and draw.sampling.changes is None:
+        return [draw(logits, mx.arange(drafts, dtype=mx.int32))]
+    previous, state, candidates = newest, None, None
+    if sequential is not None and (count := sequential.config.selector_top_k):
+        candidates = largest(logits, count)[1]
+    elif sequential is not None and not sequential.config.first_slot_drafts:  # its state begins at the first slot
+        _, state = sequential.markov_head.step(previous, states[:, :1], None)
+    tokens = list[mx.array]()
+    for slot in range(drafts):  # in turn, because penalties and such heads depend on the tokens before
+        at = slice(slot, slot + 1)
+        final = logits[:, at]
+        if sequential is not None:
+            among = None if candidates is None else candidates[:, at]
+            final, state = sequential.slot_logits(previous, h[:, at], final, state, among)
+        previous = draw(draw.changed(final, tokens), slot)
+        tokens.append(previous)
+    return tokens
 
 
 def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:

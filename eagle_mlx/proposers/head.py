@@ -26,8 +26,7 @@ from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
-from eagle_mlx.proposers.block import draw_block
-from eagle_mlx.proposers.drafting import Draws, TreeScorer, TreeShape, draft_chain, grow_tree
+from eagle_mlx.proposers.drafting import Draws, TreeScorer, TreeShape, draft_chain, draw_block, grow_tree
 from eagle_mlx.target import Target, nbytes_of
 
 SINK = 4

@@ -24,8 +24,7 @@ from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
-from eagle_mlx.proposers.block import draw_block
-from eagle_mlx.proposers.drafting import draft_chain
+from eagle_mlx.proposers.drafting import draft_chain, draw_block
 from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from tests.eagle_mlx.heads import dflash2, dspark, peagle
 from tests.eagle_mlx.test_filters import one_step_short

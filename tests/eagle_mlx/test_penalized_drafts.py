@@ -16,8 +16,7 @@ from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.decoding.verify import verify
 from eagle_mlx.plan import Plan
-from eagle_mlx.proposers.block import draw_block
-from eagle_mlx.proposers.drafting import Draws, draft_chain
+from eagle_mlx.proposers.drafting import Draws, draft_chain, draw_block
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
