@@ -193,15 +193,7 @@ class RecordsInput(Hook):
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
 
 
-def place_one_by_one(model: nn.Module, hooks: Hooks) -> None:
-    """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
-
-    Other offsets work as before; if the running forward shares angles, all layers compute them once.
-    """
-    _add_to_rope(model, hooks, PlacesOneByOne)
-
-
-def _add_to_rope(model: nn.Module, hooks: Hooks, hook: type[Hook]) -> None:
+def add_to_rope(model: nn.Module, hooks: Hooks, hook: type[Hook]) -> None:
     for module in model.modules():
         if _takes_offset(type(module)):
             hooks.add(module, hook)
@@ -214,7 +206,10 @@ def _takes_offset(kind: Any) -> bool:
 
 
 class PlacesOneByOne(Hook):
-    """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each."""
+    """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each.
+
+    Other offsets work as before; if the running forward shares angles, all layers compute them once.
+    """
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__
@@ -246,10 +241,6 @@ class RotatesByAxes(Hook):
         for axis, turned in enumerate(others, 1):
             out = mx.where(axis_of == axis, turned, out)
         return cast(mx.array, out)
-
-
-def rotate_by_axes(model: nn.Module, hooks: Hooks) -> None:
-    _add_to_rope(model, hooks, RotatesByAxes)
 
 
 # Learned positions: an index past the end of the table would read other memory.

@@ -74,7 +74,7 @@ class Target:
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self.layers: list[nn.Module] = list(model.layers)
         self._hooks: Hooks | None = Hooks.of(model)
-        hooks.place_one_by_one(model, self._hooks)
+        hooks.add_to_rope(model, self._hooks, hooks.PlacesOneByOne)
         hooks.tile_attention(model, self._hooks)
         self._hooks.add(self._norm, RecordsInput)
         args = getattr(model, "args", None)
@@ -208,7 +208,7 @@ class Target:
                 recording.added[id(first)] = features
             if images.positions:
                 assert self.vision is not None
-                hooks.rotate_by_axes(self.model, self.hooks)
+                hooks.add_to_rope(self.model, self.hooks, hooks.RotatesByAxes)
                 recording.axes, recording.axis_of = images.positions, mx.array(self.vision.axis_of, mx.int32)
         last = None if ends is None else self._before_logits  # before the run, since it runs the model itself
         if use_shortcuts():

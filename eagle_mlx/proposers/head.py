@@ -23,7 +23,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
-from eagle_mlx.hooks import Hooks, place_one_by_one
+from eagle_mlx.hooks import Hooks, PlacesOneByOne, add_to_rope
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import DROPPED, HeadPiece, Observation, Proposer, ProposerState
 from eagle_mlx.proposers.drafting import Draws, TreeScorer, TreeShape, draft_chain, draw_block, grow_tree
@@ -84,7 +84,7 @@ class HeadProposer(Proposer):
         self.head.attach(target)
         self.head = in_dtype(self.head, target.dtype)
         self._hooks = Hooks.of(self.head)
-        place_one_by_one(self.head, self._hooks)
+        add_to_rope(self.head, self._hooks, PlacesOneByOne)
         self._target = target
 
     def exchange(self, other: HeadProposer) -> None:

@@ -10,7 +10,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cpu import SharedAngles
-from eagle_mlx.hooks import Hooks, Recording, place_one_by_one
+from eagle_mlx.hooks import Hooks, PlacesOneByOne, Recording, add_to_rope
 from tests.fakes import tiny_target
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -50,7 +50,7 @@ def layers(*modules: nn.Module) -> Hooks:
     model = nn.Module()
     model.modules_in_use = list(modules)
     hooks = Hooks.of(model)
-    place_one_by_one(model, hooks)
+    add_to_rope(model, hooks, PlacesOneByOne)
     return hooks
 
 
