@@ -25,8 +25,7 @@ from eagle_mlx.errors import CheckpointError, TargetError, in_one_line, loading
 from eagle_mlx.formats.tensors import arrays_of, check_length
 from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
-from eagle_mlx.vision.reading import ImageInput
-from eagle_mlx.vision.tower import Vision
+from eagle_mlx.vision.tower import ImageInput, Vision
 
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")

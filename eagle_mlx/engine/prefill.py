@@ -9,7 +9,7 @@ import mlx.core as mx
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.plan import LEAST_CHUNK
-from eagle_mlx.vision.reading import ImageInput
+from eagle_mlx.vision.tower import ImageInput
 
 
 class Prefill:

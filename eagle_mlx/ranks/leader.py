@@ -19,7 +19,7 @@ from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.errors import RanksError, TargetError
 from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
-from eagle_mlx.vision.reading import ImageInput
+from eagle_mlx.vision.tower import ImageInput
 
 _READ_ONLY = ("shortest",)  # methods of caches that change and make nothing
 
