@@ -313,7 +313,6 @@ def answer_message(tokenizer: TokenizerWrapper, prompt: Conversation, text: str)
 
 
 def _writes(tokenizer: TokenizerWrapper, prompt: Conversation, message: Message, text: str) -> bool:
-    """Return whether the template writes a message as this text."""
     answered = replace(prompt, messages=(*prompt.messages, message))
     try:
         before, whole = RenderedChat.of(tokenizer, prompt, prompt=True), RenderedChat.of(tokenizer, answered)

@@ -154,7 +154,6 @@ def _status(work: Callable[[], int | None], kept: str) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> list[str]:
-    """Return `argv`, or the process's arguments."""
     return list(sys.argv[1:] if argv is None else argv)
 
 

@@ -14,7 +14,6 @@ from eagle_mlx.late import late
 
 
 def packages_of(extra: str) -> list[str]:
-    """Return the packages of an extra in pyproject.toml."""
     from importlib.metadata import requires  # not at the top: `--help` needs no extra
 
     declared = (line.partition("; extra == ") for line in requires("eagle-mlx") or ())
@@ -22,7 +21,6 @@ def packages_of(extra: str) -> list[str]:
 
 
 def module_of(package: str) -> str:
-    """Return the module that a package of an extra is imported as."""
     return "mlx.data" if package == "mlx-data" else package.replace("-", "_")
 
 

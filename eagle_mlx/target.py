@@ -355,7 +355,6 @@ def _template_of(tokenizer: TokenizerWrapper | None) -> str:
 
 
 def nbytes_of(module: nn.Module) -> int:
-    """Return the total bytes of a module's parameters."""
     return sum(array.nbytes for array in arrays_of(module.parameters()).values())
 
 

@@ -81,7 +81,6 @@ class Certificate:
 
     @property
     def values(self) -> dict[str, object]:
-        """All values to show, by name."""
         curve = [f"{size}: {1000 * seconds:.2f} ms" for size, seconds in self.cost_curve or ()]
         shown = dict(vars(self))
         parts = {f"tau at temperature {part.temperature:g}, {part.category}": part for part in shown.pop("acceptance")}

@@ -244,7 +244,6 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
 
 
 def _register(config: TrainConfig, best: Path, target: Target, report: Mapping[str, Any]) -> None:
-    """Register a head for its target, and say which command finds it."""
     tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
     measured = tau if report["data"].get("prompts_held_out") else None
     if not register(best, config.head.target, "trained", fingerprint(target), measured, prompts):

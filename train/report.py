@@ -340,7 +340,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: ReportOptions) -> None:
-    """Read all runs, then write the comparison."""
     if options.plot:
         require("eagle-train report --plot", "plots")
         check_file(options.plot)

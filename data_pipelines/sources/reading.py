@@ -267,7 +267,6 @@ class _Reading:
 
 
 def _parsed(source: Source, row: RawRow) -> Conversation | DataError:
-    """Return a row's conversation, or why it is unusable."""
     origin, content = row
     try:
         return parse_row(decoded(content, origin), origin, source.fields)

@@ -147,7 +147,6 @@ class Doubling:
     """Tokens and seconds of the rounds since the batch is full. The first is not timed, because it includes prefill."""
 
     def add(self, active: int, tokens: int, seconds: float) -> None:
-        """Add a round with its active rows, emitted tokens and duration."""
         if self.settled or (not self._rounds and active < self.rows):
             return
         self._rounds.append((tokens, seconds))

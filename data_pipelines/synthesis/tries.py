@@ -170,7 +170,6 @@ class Try(Task):
 
     @property
     def answering(self) -> bool:
-        """Whether the text being generated is an answer."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
     def _under(self, system: str) -> tuple[Message, ...]:

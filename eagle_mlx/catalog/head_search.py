@@ -129,7 +129,6 @@ def records() -> list[HeadRecord]:
 
 
 def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[HeadRecord]:
-    """Return the heads for a target, by its fingerprint or its names."""
     return [head for head in records() if (fingerprint and head.fingerprint == fingerprint) or _is_for(head, names)]
 
 

@@ -51,7 +51,6 @@ class EagleHead(HeadBase[EagleConfig]):
         return h
 
     def logits(self, h: mx.array) -> mx.array:
-        """h [..., H] -> logits [..., V]."""
         return self.target.logits(h)
 
 

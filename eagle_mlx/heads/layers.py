@@ -164,5 +164,4 @@ class PlainLayer(nn.Module):
         return self.finish(residual, self.self_attn(read, mask, cache))
 
     def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
-        """x [B, L, H] -> [B, L, H]."""
         return self.run(*self.inputs(x), mask, cache)

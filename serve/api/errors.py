@@ -100,7 +100,6 @@ def shortened(text: str, most: int) -> str:
 
 
 def bad_request(error: EagleError) -> ApiError:
-    """Return a library error as status 400."""
     return ApiError(400, str(error), error.field)
 
 

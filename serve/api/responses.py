@@ -81,7 +81,6 @@ class PendingResponse(PendingParts):
         return self.end(self.begun() | failed).encode()
 
     def end(self, response: dict[str, Any]) -> str:
-        """Return the last event."""
         self._is_over = True
         return self.event(f"response.{response['status']}", response=response)
 

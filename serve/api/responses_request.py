@@ -264,7 +264,6 @@ class Functions:
 
 
 def _flat_name(name: str, namespace: str | None) -> str:
-    """Return a function's name that includes the tool's namespace."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"

@@ -231,7 +231,6 @@ class Worker:
         self.loaded, self._texts = loaded, {}
 
     def _serve(self, loaded: Loaded) -> None:
-        """Decode until the model is unloaded."""
         try:
             self._decode(loaded.engine, loaded.learner)
         except BaseException as e:

@@ -115,7 +115,6 @@ def _settings(runs: Sequence[BenchRun]) -> tuple[str, list[str]]:
 
 
 def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str:
-    """Describe what the table covers."""
     taken = {run.temperature: run for run in runs}
     excused = sum(run.excused or 0 for run in runs)
     compared = dict.fromkeys(run.reference for run in runs if run.reference)

@@ -81,7 +81,6 @@ class BudgetedThought:
         return self._inner.forced(most) if self._inner is not None else []
 
     def _next(self) -> int:
-        """Return the state after the newest token."""
         state = self._states[-1]
         if state == _OPENING:
             text = self._decode(self._tokens).lstrip()

@@ -185,5 +185,4 @@ _LONGEST_REASON = 400
 
 
 def on_one_line(reason: str) -> str:
-    """Return llguidance's reason as one line for an error message."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:_LONGEST_REASON]

@@ -128,7 +128,6 @@ class Learner:
 
     @property
     def pending(self) -> bool:
-        """Whether there is work."""
         if self._failures >= _MOST_FAILURES:
             return False
         return self._cycle is not None or self.collector.nbytes > 0 or self._is_due

@@ -70,7 +70,6 @@ class Versions:
 
     @property
     def candidate(self) -> Path:
-        """The folder for the next candidate."""
         return self._folder / HEADS / _CANDIDATE
 
     @property

@@ -48,7 +48,6 @@ Row = tuple[Piece, ...]
 
 
 def order_of(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """Return an epoch's permutation."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 

@@ -24,7 +24,6 @@ LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]  # tokens
 
 
 def kind_of(head: Head) -> Kind[Any]:
-    """Return the kind of an existing head."""
     return KINDS[head_kind(head).name]
 
 

@@ -133,7 +133,6 @@ class Kind(ABC, Generic[H]):
         return plain
 
     def made(self, config: Any, token_ids: mx.array | None) -> H:
-        """Return a head with this config and draft vocabulary."""
         return _made(self.head_class, config, token_ids)
 
     def mismatches(self, head: H, config: TrainSettings) -> Mapping[str, Any]:
@@ -307,5 +306,4 @@ def parameters_of(head: Head) -> str:
 
 
 def trained_size(head: Head) -> int:
-    """Return the number of trained parameters."""
     return sum(leaf.size for leaf in arrays_of(head.trainable_parameters()).values())

@@ -117,7 +117,6 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
 
 
 def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
-    """Describe the data and the length of a run."""
     step = config.optimization
     steps = counted(max(1, round(tokens[0] / (step.rows * step.length))), "step")
     span = f"{counted(step.epochs, 'epoch')} of {steps}"

@@ -20,7 +20,6 @@ from .card import make_card, of_bench, of_training
 
 
 def run(options: PublishOptions) -> None:
-    """Publish the head, and print its address."""
     repo = options.repo
     source = read_source(options.folder)
     base = _base_model(source, options.card.base_model)

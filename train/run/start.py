@@ -181,7 +181,6 @@ class Workers:
         self.world.broadcast([epoch, batch, factor])
 
     def close(self) -> None:
-        """Stop the workers."""
         if not self._ended:
             self._ended = True
             with contextlib.suppress(EagleError):  # they have already ended

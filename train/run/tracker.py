@@ -79,8 +79,6 @@ class WandbRun:
         self._try(send)
 
     def summarize(self, values: Mapping[str, Any], plots: Iterable[Path]) -> None:
-        """Send the final results and plots."""
-
         def send() -> None:
             self._run.summary.update(_flat("final", values))
             self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in plots})
@@ -165,7 +163,6 @@ class Tracker:
             self._wandb.log(kind, step, sent, generations)
 
     def summarize(self, values: Mapping[str, Any]) -> None:
-        """Send the final results, and the plots that exist."""
         if self._wandb is not None:
             plots = [self._folder / name for name in PICTURES]
             self._wandb.summarize(values, filter(Path.exists, plots))

@@ -159,6 +159,5 @@ class MTPHead(HeadBase[MTPConfig]):
         return mx.concatenate(parts, axis=-1)
 
     def logits(self, h: mx.array) -> mx.array:
-        """h [..., H] -> logits [..., V]."""
         normed = h if self.config.norm_output else self.norm(h)
         return self.lm_head(normed) if self.config.own_lm_head else self.target.logits(normed)
