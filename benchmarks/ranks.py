@@ -33,8 +33,7 @@ from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
-from eagle_mlx.ranks.follower import follow
-from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.commands import LeadingTarget, follow
 from eagle_mlx.ranks.load import shard_tensors
 
 DEPTH = 4

@@ -17,8 +17,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
 from eagle_mlx.ranks.channel import Channel, ProcessGroup
-from eagle_mlx.ranks.follower import follow
-from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.commands import LeadingTarget, follow
 from eagle_mlx.setting import RANK_SECONDS
 from eagle_mlx.target import Target, fingerprint, load_target
 

@@ -25,8 +25,7 @@ from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
-from eagle_mlx.ranks.follower import follow
-from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.commands import LeadingTarget, follow
 from eagle_mlx.ranks.load import shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.bench.measure import compare

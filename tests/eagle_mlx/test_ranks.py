@@ -23,8 +23,7 @@ from eagle_mlx.command import Stop
 from eagle_mlx.decoding.draft import Tree
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.ranks.channel import decode, encode
-from eagle_mlx.ranks.follower import follow
-from eagle_mlx.ranks.leader import LeadingTarget, is_mirrored
+from eagle_mlx.ranks.commands import LeadingTarget, follow, is_mirrored
 from eagle_mlx.ranks.load import check_readable, shard_layers, shard_tensors
 from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions

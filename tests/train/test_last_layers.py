@@ -20,7 +20,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.ranks import ProcessGroup
-from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.commands import LeadingTarget
 from eagle_mlx.target import Target
 from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.data.examples import InMemory

@@ -24,8 +24,7 @@ import eagle_mlx as em
 # Behind eagle_mlx, which brings the fast BLAS before MLX.
 from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
-from eagle_mlx.ranks.follower import Follower
-from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.commands import Follower, LeadingTarget
 from eagle_mlx.ranks.load import shard_tensors
 from tests.processes import ROOT, free_ports, on_core
 

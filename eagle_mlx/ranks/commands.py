@@ -1,8 +1,9 @@
-"""Rank 0's target, which sends its forwards and its caches' calls to the other ranks."""
+"""Rank 0's target, whose forwards and whose caches' calls are sent as commands, and the ranks that execute them."""
 
 from __future__ import annotations
 
 import inspect
+import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ import numpy as np
 from eagle_mlx.cache import RaggedCache, Saved
 from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.errors import RanksError, TargetError
-from eagle_mlx.ranks.channel import Channel, encode, end_process
+from eagle_mlx.memory import FreedBuffers
+from eagle_mlx.ranks.channel import Channel, decode, encode, end_process
 from eagle_mlx.target import Forward, Target
 from eagle_mlx.vision.tower import ImageInput
 
@@ -186,3 +188,66 @@ class LeadingTarget(Target):
                 self.calls.send("end")  # still watched, in case they are lost unnoticed
                 self.channel.close()
         self.channel.join()
+
+
+class Follower:
+    """Executes rank 0's commands on copies of its caches, which have the same numbers."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._objects: dict[int, Any] = {}
+        self._freed = FreedBuffers()
+
+    def do(self, message: dict[str, Any]) -> bool:
+        """Execute a message; return whether another will come."""
+        for number, name, args, kwargs, made in message["calls"]:
+            named = self._objects.__getitem__
+            args, kwargs = decode(args, named), {key: decode(value, named) for key, value in kwargs.items()}
+            self._call(number, name, args, kwargs, made)
+        for number in message["gone"]:
+            del self._objects[number]
+        what, *more = message["then"]
+        if what == "forward":
+            self._forward(*more)
+        return bool(what != "end")
+
+    def _call(self, number: int | None, name: str, args: list[Any], kwargs: dict[str, Any], made: list[int]) -> None:
+        if name == "new":
+            result: Any = RaggedCache.of(self.target.model, *args)
+        elif number is not None and is_mirrored(type(self._objects[number]), name):
+            result = getattr(self._objects[number], name)(*args, **kwargs)
+        else:
+            raise RanksError(f"rank 0 asks for {name!r}; does it run another version?")
+        results = result if isinstance(result, tuple) else (result,)
+        self._objects.update(zip(made, results, strict=False))
+        if made and name != "save":
+            mx.eval([other.state if isinstance(other, RaggedCache) else other.arrays for other in results])
+
+    def _forward(self, number: int | None, tokens: list[list[int]]) -> None:
+        cache = None if number is None else self._objects[number]
+        hidden = self.target.forward(mx.array(tokens, mx.int32), cache).hidden
+        mx.async_eval(hidden, [] if cache is None else cache.state)
+        self._freed.after_step()
+
+
+def follow(target: Target, channel: Channel) -> None:
+    """Execute rank 0's commands until it ends. On SIGTERM, ask rank 0 to stop; work under way is finished first.
+
+    Raises RanksError if the connection is lost.
+    """
+
+    def stop(*_: object) -> None:
+        channel.shall_stop = True
+
+    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal signals all ranks; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
+    follower = Follower(target)
+    try:
+        goes_on = True
+        while goes_on:
+            message = channel.receive()
+            goes_on = message is None or follower.do(message)
+    finally:
+        channel.close()
+        channel.join()
