@@ -87,7 +87,7 @@ class DecodingOptions(Group):
         """Load the models and return an engine. Raises EagleError."""
         from eagle_mlx.memory import prefix_cache_bytes
 
-        from .remembered import remember
+        from .prompts import remember
 
         if self.thinking_budget is not None:
             require("--thinking-budget", "serve", "llguidance")

@@ -20,8 +20,7 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.formats.tensors import read_index
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve import launch
-from eagle_mlx.serve.prompts import read_questions
-from eagle_mlx.serve.remembered import remember
+from eagle_mlx.serve.prompts import read_questions, remember
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
 from eagle_mlx.train.config import TrainConfig, load_config

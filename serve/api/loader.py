@@ -21,7 +21,7 @@ from eagle_mlx.target_options import TargetOptions
 
 from ..bench.measure import compare
 from ..learning.learner import Learner, head_of, with_new_head
-from ..remembered import remember
+from ..prompts import remember
 from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig

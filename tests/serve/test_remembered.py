@@ -10,7 +10,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.suffixes import last_of
-from eagle_mlx.serve.remembered import remember
+from eagle_mlx.serve.prompts import remember
 from tests.serve.api.given import given_target
 
 TEXT = "def area(width, height):\n    return width * height\n"
