@@ -70,8 +70,7 @@ class SourceFunction(NamedTuple):
 def functions_of(file: SourceFile) -> Iterator[SourceFunction]:
     """Yield every function and method that has more than a docstring in its body."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(file.text)
     except (SyntaxError, ValueError, RecursionError):
         return
