@@ -22,7 +22,6 @@ from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
-from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.plan import PREFILL_CHUNK
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.request import make_request
@@ -111,7 +110,7 @@ def _hidden_states(
         mx.eval(states)
     copies = [np.array(state) for state in states]
     del states
-    FreedBuffers().after_chunk()
+    mx.clear_cache()  # the next batch has another size
     return copies
 
 

@@ -63,12 +63,8 @@ class FreedBuffers:
         self._give_back = give_back
         self._steps = 0
 
-    def after_chunk(self) -> None:
-        """Return buffers after a chunk of a prompt or of data: the next one has another size."""
-        self.after_step(is_last=True)
-
     def after_step(self, is_last: bool = False) -> None:
-        """Count a round or an optimizer step; `is_last` if no other follows soon."""
+        """Count a round or an optimizer step; `is_last` if no other of this size follows soon."""
         self._steps += 1
         if is_last or self._steps >= _STEPS:
             self._steps = 0

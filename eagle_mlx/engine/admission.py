@@ -250,7 +250,7 @@ class Admission:
         self._others_are_due = work.prefill is self.prefills[0]
         lap()
         work.prefill.step(work.positions)
-        self.freed.after_chunk()
+        self.freed.after_step(is_last=True)
         positions, seconds = before - work.prefill.left, lap()
         if positions >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
             self._speed = positions / seconds

@@ -11,7 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.sampling import listed, logprobs_of
-from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
 
@@ -97,7 +96,7 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
 
     top: how many of the likeliest tokens to report at each position. Must run in the thread that owns the target.
     """
-    cache, freed = RaggedCache.of(target.model, 1), FreedBuffers()
+    cache = RaggedCache.of(target.model, 1)
     for start in range(0, len(tokens) - 1, chunk):
         following = list(tokens[start + 1 : start + 1 + chunk])
         read = mx.array([tokens[start : start + len(following)]], mx.int32)
@@ -106,5 +105,5 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
         cache.sync([start + len(following)])
         scores = [part.tolist() for part in logprobs_of(logits, mx.array(following, mx.int32), top)]
         del logits
-        freed.after_chunk()
+        mx.clear_cache()
         yield listed(following, scores, top)

@@ -79,7 +79,7 @@ def test_a_containers_limit_reduces_free_memory(tmp_path: Path) -> None:
     assert memory.left_of_container(tmp_path) == 4000
 
 
-def test_freed_buffers_are_returned_after_chunks_and_every_256_steps() -> None:
+def test_freed_buffers_are_returned_after_a_last_step_and_every_256() -> None:
     times: list[int] = []
     freed = FreedBuffers(lambda: times.append(step))
     for step in range(1, 601):  # noqa: B007
@@ -87,11 +87,10 @@ def test_freed_buffers_are_returned_after_chunks_and_every_256_steps() -> None:
     assert times == [256, 512]
     step = 601
     freed.after_step(is_last=True)
-    freed.after_chunk()
-    assert times == [256, 512, 601, 601]
+    assert times == [256, 512, 601]
     for step in range(602, 858):  # noqa: B007
         freed.after_step()
-    assert times[4:] == [857]
+    assert times[3:] == [857]
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
