@@ -54,9 +54,6 @@ class StepResult:
 class NotFiniteError(EagleError):
     """Raised before a step that would make the weights NaN or infinite."""
 
-    def __init__(self, loss: float, norm: float):
-        super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -150,10 +147,10 @@ class Stepper:
         results, gradient = total
         clipped, norm = optim.clip_grad_norm(gradient, self._config.optimization.clip)
         mx.eval(norm, results)
-        values = float(np.array(results[0])), float(np.array(norm))
-        if not all(map(math.isfinite, values)):
+        loss, length = float(np.array(results[0])), float(np.array(norm))
+        if not (math.isfinite(loss) and math.isfinite(length)):
             self._steps -= 1
-            raise NotFiniteError(*values)
+            raise NotFiniteError(f"the loss is {loss} and the gradient's norm {length}")
         self._update(clipped)
         del total, gradient, clipped  # so that the update can reuse their memory
         for weight in arrays_of(self.head.parameters()).values():
