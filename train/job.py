@@ -159,10 +159,7 @@ def _limit(config: TrainConfig) -> float:
 def _run(
     given: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None, limit: float
 ) -> tuple[Target, Mapping[str, Any]] | None:
-    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks.
-
-    limit: seconds in which a run that adapts a head makes its data, learns and is judged.
-    """
+    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
     begun = time.monotonic()
     check_data(given)
     bound = bound_of(given)

@@ -161,9 +161,7 @@ class Rows:
     tokens: NDArray[np.int32]  # [B, L]
     loss_mask: NDArray[np.uint8]  # [B, L], 1 on the tokens to learn
     segments: NDArray[np.int32]  # [B, L]: 1, 2, … for a row's first, second, … conversation
-    states: (
-        Bits | None
-    )  # [B, L, (n + 1) * H]: features, then the last layer (`HiddenStates.whole`); None before capture
+    states: Bits | None  # [B, L, (n + 1) * H]: `HiddenStates.whole`; None before capture
     first: int = 0  # index of the first row in the batch of all processes
     samples: tuple[tuple[int, ...], ...] = ()  # the samples in each row; empty in a part of a batch
     texts: tuple[tuple[NDArray[np.int32], ...], ...] = ()
