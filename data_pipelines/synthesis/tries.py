@@ -145,6 +145,7 @@ class Try(Task):
         self.report = MakeReport(tries=1)
         self.ended = False
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         domain = domains[_drawn([d.weight for d in domains], self._share("domain"))]
         self.domain, self._steering = domain.name, domain.system
         self.turns = 1 + _drawn(config.turns, self._share("turns"))
@@ -210,10 +211,6 @@ class Try(Task):
         del self.messages[self.kept :]
         conversation = Conversation(self._under(self.system), origin=f"self:{self.number}")
         return conversation if self.kept else None, first
-
-    @property
-    def _special(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.all_special_ids)
 
     def _add_question(self, output: Output, tokens: list[int]) -> bool:
         """Add a user turn with its tokens, without the end of turn; return whether an answer follows."""
