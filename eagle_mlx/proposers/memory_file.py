@@ -62,10 +62,9 @@ class MemoryFile:
         return not self._thread.is_alive()
 
     def _save_until_closed(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._closing.wait(_SAVE_SECONDS)
+        while not self._closing.wait(_SAVE_SECONDS):
             self.save()
+        self.save()
 
     def _read(self) -> Remembered:
         """Return the texts of the file, and none if it does not exist or must not be used, which is reported."""

@@ -244,10 +244,8 @@ def follow(target: Target, channel: Channel) -> None:
         signal.signal(number, signal.SIG_IGN)
     follower = Follower(target)
     try:
-        goes_on = True
-        while goes_on:
-            message = channel.receive()
-            goes_on = message is None or follower.do(message)
+        while (message := channel.receive()) is None or follower.do(message):
+            pass
     finally:
         channel.close()
         channel.join()
