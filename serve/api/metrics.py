@@ -193,7 +193,6 @@ class SpeculationSummary(BaseModel):
 
 
 def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
-    """Summarize a model's speculation."""
     steps, drafters, acceptance = totals.row_rounds, loaded.drafters, loaded.engine.policy.acceptance
     return SpeculationSummary(
         spec_decode_enabled=bool(drafters),

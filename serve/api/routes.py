@@ -115,7 +115,6 @@ def described(service: Service) -> dict[str, Any]:
 
 
 def described_to_anthropic(service: Service) -> dict[str, Any]:
-    """Describe a model as Anthropic's API does."""
     context = service.loaded.target.context_length if service.loaded else None
     return {
         "type": "model",
