@@ -29,19 +29,12 @@ def require(what: str, extra: str, *packages: str) -> None:
 
     packages: those that it needs, by default all.
     """
-    missing = [name for name in packages or packages_of(extra) if not _installed(module_of(name))]
+    missing = [name for name in packages or packages_of(extra) if find_spec(module_of(name)) is None]
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "
             f"type: pip install 'eagle-mlx[{extra}]'"
         )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:
-        return False
 
 
 def _run(main: str) -> int:
