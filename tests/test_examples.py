@@ -120,9 +120,11 @@ def test_a_head_is_adapted_to_prompts(
     monkeypatch.setattr(MakeConfig, "max_tokens", in_full(MakeConfig.max_tokens, 32))
     older = tmp_path / "older.jsonl"
     older.write_text('{"prompt": "def f(x):", "completion": "return x"}\n' * 12)
-    args = ("--steps", "2", "--output", str(tmp_path / "head"), *in_full((), ("--replay", str(older))))
+    limit = in_full(60, 30)
+    args = ("--steps", "2", "--output", str(tmp_path / "head"), "--limit", str(limit))
+    args += in_full((), ("--replay", str(older)))
     out = run("adapt_head", *args, patch=monkeypatch, shown=capsys)
     assert number(r"tokens per forward: (\S+) before", out) > 1
     assert number(r"(\S+) after 2 steps", out) > 1
-    assert 50 < len((tmp_path / "head.self.jsonl").read_text().splitlines()) <= 60
+    assert 0.8 * limit < len((tmp_path / "head.self.jsonl").read_text().splitlines()) <= limit
     assert (tmp_path / "head" / "best" / "config.json").exists()

@@ -25,7 +25,7 @@ from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
 from tests.eagle_mlx.heads import ALL
 from tests.fakes import tiny_head, tiny_target
-from tests.full import in_full, some
+from tests.full import FULL, in_full, some
 
 PLAIN = {"feature_norm": "none", "recycle": "output"}
 CONFIG = resolve(TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1, **PLAIN), 32)
@@ -93,7 +93,10 @@ def test_states_captured_for_the_batch_are_as_good_as_kept_ones(target: Target) 
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for the CPU with g++")
+@pytest.mark.skipif(
+    mx.default_device() == mx.cpu and not (FULL and shutil.which("g++")),
+    reason="MLX compiles for the CPU with g++, in half a minute; only in full",
+)
 def test_a_compiled_step_is_the_same_step(target: Target) -> None:
     config, rows = CONFIG.changed(unroll=1), batch(target)
 
