@@ -151,7 +151,7 @@ def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]
     strict: whether to refuse them. Raises ApiError 400 that names the field.
     """
     try:
-        fields = _unpacked(_parsed(body))
+        fields = _with_integers(_unpacked(_parsed(body)))
     except ValueError as e:
         raise ApiError(400, f"the body is not valid JSON: {e}") from e
     try:
@@ -187,6 +187,11 @@ def _unpacked(fields: Any) -> dict[str, Any]:
         name = _short(twice[0])
         raise ApiError(400, f"extra_body.{name} differs from {name}; send one of them", f"extra_body.{name}")
     return fields | extra
+
+
+def _with_integers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with whole numbers as integers, as JSON Schema understands them: some clients write 40.0."""
+    return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in fields.items()}
 
 
 def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["ignore"] | None = None) -> B:

@@ -283,6 +283,21 @@ def test_thoughts_are_taken_back_under_both_names(server: Live) -> None:
         assert server.http.post(CHAT, json={"messages": messages, "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_whole_numbers_may_be_written_as_floats(server: Live, path: str) -> None:
+    """Google's types have `top_k` as a float, and so do requests of its ADK."""
+    settings = {"max_tokens": 2, "top_k": 4, "seed": 7, "n": 2, "num_speculative_tokens": 1, "temperature": 1}
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
+    answers = [
+        server.http.post(path, json=body | {name: kind(value) for name, value in settings.items()})
+        for kind in (int, float)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [4, 4]
+    status, error = post(server, path, body | {"top_k": 4.5})
+    assert (status, error["param"]) == (400, "top_k")
+
+
 def test_harmless_fields_are_taken(server: Live) -> None:
     harmless: dict[str, Any] = {
         "prompt_cache_retention": "24h",
@@ -391,7 +406,7 @@ def test_a_queue_that_is_full(guarded: Live) -> None:
         b'{"prompt": "x", "response_format": {"type": "json_object", "schema": {"maximum": 1e999}}}',
         b'{"prompt": "x", "unknown": [-' + b"9" * 309 + b".0]}",
         b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-        b'{"prompt": "x", "max_tokens": 1e3}',
+        b'{"prompt": "x", "max_tokens": 1e-3}',
         b"null",
         b"[]",
         b'"prompt"',
