@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
+from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta, ToolCall
 from ..chat.history import PARAGRAPH, with_whole_pairs
-from .answer import Answer, PendingAnswer, dumps
-from .chat import DeltaStream, EncodedChat, encoded
+from .answer import Answer, PendingAnswer, dumps, respond_encoded
+from .chat import DeltaStream, EncodedChat, encoded, render_chat
+from .encoding import Encoder
 from .errors import ApiError
 from .limits import Limits
 from .media import Pictures, paragraphs
@@ -133,6 +135,16 @@ def translated(turns: Turns, fields: dict[str, Any], names: Names, limits: Limit
         chat = validated(ChatRequest, {"messages": turns.messages, **fields})
         check(chat, limits)
     return chat.with_pictures(turns.pictures)
+
+
+async def counted(received: Received[Any], chat: ChatRequest, names: Names, **fields: str) -> Response:
+    """Return the number of a chat's prompt tokens, next to other fields. Raises ApiError with the API's field names."""
+
+    def count(loaded: Loaded, encode: Encoder) -> dict[str, Any]:
+        return {**fields, "input_tokens": len(render_chat(chat, loaded, encode, must_fit=False).prompt.tokens)}
+
+    with names.used():
+        return await respond_encoded(received, count)
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:

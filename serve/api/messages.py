@@ -15,15 +15,13 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from ..chat.history import PARAGRAPH
-from .answer import dumps, named_event, respond, respond_encoded
-from .chat import EncodedChat, render_chat
-from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, translated
-from .encoding import Encoder
+from .answer import dumps, named_event, respond
+from .chat import EncodedChat
+from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, counted, translated
 from .errors import ERRORS, EVENTS, NO_THREADS, ApiError, documented
 from .limits import Limits
 from .media import Media, paragraphs, without_data
 from .metrics import stats
-from .model import Loaded
 from .received import models_of, receive
 from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, T
 from .service import Call
@@ -392,9 +390,4 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     received = await receive(request, CountTokensRequest)
     chat = await received.in_turn(lambda: chat_request(received.body, models_of(request).settings.limits))
-
-    def count(loaded: Loaded, encode: Encoder) -> dict[str, int]:
-        return {"input_tokens": len(render_chat(chat, loaded, encode, must_fit=False).prompt.tokens)}
-
-    with names_of(received.body).used():
-        return await respond_encoded(received, count)
+    return await counted(received, chat, names_of(received.body))

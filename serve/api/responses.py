@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from eagle_mlx.request import Output
 from ..chat import Delta
 from .answer import dumps, named_event, respond
 from .chat import EncodedChat
-from .conversation import PartsAnswer, PendingParts
+from .conversation import PartsAnswer, PendingParts, counted
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .metrics import stats
-from .received import client_of, key_of, models_of, receive
+from .received import Received, client_of, key_of, models_of, receive
 from .responses_request import Functions, Item, ItemReference, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
@@ -232,14 +232,15 @@ def memory_of(request: Request) -> ResponseMemory:
     return memories.setdefault(key_of(request) or "", ResponseMemory(limits.responses, limits.response_bytes))
 
 
-@router.post("/v1/responses", responses=documented(*ERRORS, **EVENTS))
-async def responses(request: Request) -> Response:
-    """Return the next turn of a conversation, for clients of OpenAI's newer API."""
+Conversation = tuple[ChatRequest, Functions, Sequence[bytes]]
+"""A chat with the turns before it, the functions that it offers, and the items to store."""
+
+
+async def _conversation(request: Request) -> tuple[Received[ResponsesRequest], Conversation]:
     memory = memory_of(request)
     received = await receive(request, ResponsesRequest)
     body = received.body
-    service = models_of(request).named(body.model)
-    limits, earlier = service.settings.limits, list[bytes]()
+    limits, earlier = models_of(request).settings.limits, list[bytes]()
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         earlier += before.items
@@ -253,7 +254,7 @@ async def responses(request: Request) -> Response:
             references[item.id] = memory.item(item.id, f"input[{at}].id")
     received = replace(received, is_long=received.is_long or sum(map(len, references.values())) >= limits.long_bytes)
 
-    def pending() -> Callable[[Call], PendingResponse]:
+    def read() -> Conversation:
         functions = Functions(body.tools or ())
         new = [_ITEM.validate_json(references[x.id]) if isinstance(x, ItemReference) else x for x in given]
         if len(earlier) + len(new) > limits.containers:
@@ -261,15 +262,29 @@ async def responses(request: Request) -> Response:
             raise ApiError(413, message, "input", "request_too_large")
         added = (dumps(item.model_dump(exclude_unset=True)).encode() for item in new)
         kept = [*earlier, *added] if body.store is not False else ()
-
-        def keep(response: dict[str, Any]) -> None:
-            memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))
-
         items = [*map(_ITEM.validate_json, earlier), *new]
-        chat = chat_request(body, items, functions, limits)
-        return lambda call: PendingResponse(call, body, chat, functions, keep)
+        return chat_request(body, items, functions, limits), functions, kept
 
-    return await respond(received, service, await received.in_turn(pending))
+    return received, await received.in_turn(read)
+
+
+@router.post("/v1/responses", responses=documented(*ERRORS, **EVENTS))
+async def responses(request: Request) -> Response:
+    """Return the next turn of a conversation, for clients of OpenAI's newer API."""
+    received, (chat, functions, kept) = await _conversation(request)
+    service = models_of(request).named(received.body.model)
+
+    def keep(response: dict[str, Any]) -> None:
+        memory_of(request).store(response["id"], StoredResponse.of(response, kept, client_of(request)))
+
+    return await respond(received, service, lambda call: PendingResponse(call, received.body, chat, functions, keep))
+
+
+@router.post("/v1/responses/input_tokens", responses=documented(*ERRORS))
+async def input_tokens(request: Request) -> Response:
+    """Count the prompt tokens of a conversation."""
+    received, (chat, functions, _) = await _conversation(request)
+    return await counted(received, chat, functions.names, object="response.input_tokens")
 
 
 @router.get("/v1/responses/{id}", responses=documented(400, 401, 404))

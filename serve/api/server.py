@@ -37,6 +37,7 @@ _BODIES: dict[str, type[schema.Body]] = {
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/completions": schema.CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": messages.MessagesRequest,
     "/v1/messages/count_tokens": messages.CountTokensRequest,
     "/tokenize": routes.TokenizeRequest,

@@ -45,6 +45,7 @@ BODIES = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/tokenize",
@@ -195,6 +196,7 @@ def answers_are_as_the_clients_declare_them(http: httpx.Client) -> None:
         ("/v1/chat/completions", {**limits, **messages, "logprobs": True, "top_logprobs": 1}, ChatCompletion),
         ("/v1/messages", {**messages, "max_tokens": 4}, Message),
         ("/v1/messages/count_tokens", messages, MessageTokensCount),
+        ("/v1/responses/input_tokens", {"input": "x"}, openai.types.responses.InputTokenCountResponse),
         ("/v1/responses", {"input": "x", "max_output_tokens": 4}, openai.types.responses.Response),
     ]
     for path, body, declared in answers:

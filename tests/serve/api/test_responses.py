@@ -242,6 +242,22 @@ def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
+def test_input_tokens_are_those_that_the_response_counts(caller: Live) -> None:
+    """LiteLLM counts the tokens of Anthropic's clients this way."""
+    first = ask(caller, input=USER, instructions="Be brief.", max_output_tokens=2)
+    for fields in (
+        {"input": "def f(x):"},
+        {"input": TURNS, "instructions": "Be brief.", "tools": [TOOL]},
+        {"input": "def g(x):", "previous_response_id": first["id"]},
+    ):
+        counted = caller.openai.responses.input_tokens.count(model=NAME, **fields)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == ask(caller, **fields, max_output_tokens=2)["usage"]["input_tokens"]
+    long = caller.http.post(f"{URL}/input_tokens", json={"input": "def f(x):\n" * 2000})
+    assert long.json()["input_tokens"] > 2000
+    assert caller.http.post(f"{URL}/input_tokens", json={}).json()["error"]["param"] == "input"
+
+
 @pytest.mark.parametrize("nothing", [{}, {"input": None}, {"input": []}], ids=str)
 def test_a_stored_response_can_be_followed_by_another_answer_without_new_input(
     server: Live, nothing: dict[str, Any]
