@@ -144,38 +144,20 @@ def make_streams(count: int) -> list[mx.Stream]:
     return [mx.default_stream(device)] if count == 1 else [mx.new_stream(device) for _ in range(count)]
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # glibc, malloc.h
-_ROUND_KEPT = 2**28
-"""Freed bytes that a decoding process keeps. Six arrays [8, 4, 151,936] float32 of a sampled round are 117 MB."""
-_keeps = 0
-
-
-def _keep_freed(count: int, *options: tuple[int, int]) -> None:
-    """Let glibc keep `count` freed bytes, unless it keeps more already: fresh pages take time to be zeroed."""
-    global _keeps
-    if sys.platform != "linux" or not use_shortcuts() or count <= _keeps:
-        return
-    with contextlib.suppress(AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((_TRIM_THRESHOLD, count), *options):
-            mallopt(option, value)
-        _keeps = count
-
-
-def keep_round_memory() -> None:
-    """Keep the memory of a round's temporary arrays for the next round on a CPU under Linux, as MLX does on a GPU.
-
-    Buffers above 32 MB, the most that glibc allows here, go back at once. Eight sampled rows take 0.94 of the time.
-    """
-    _keep_freed(_ROUND_KEPT, (_MMAP_THRESHOLD, 2**25))
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # glibc, malloc.h
 
 
 def tune_process() -> None:
     """Tune the whole process for training on a CPU under Linux; call this before MLX evaluates anything.
 
-    Every step allocates large buffers, and fresh pages would take a quarter of the time. MLX walks graphs
-    breadth-first, so that operations go to all streams in turn and no stream waits for another.
+    Every step allocates large buffers, and fresh pages, which the kernel has to zero, would take a quarter of the time,
+    so that glibc keeps what is freed. MLX walks graphs breadth-first, so that operations go to all streams in turn and
+    no stream waits for another.
     """
-    if sys.platform == "linux" and use_shortcuts():
-        os.environ.setdefault("MLX_BFS_MAX_WIDTH", "200")
-        _keep_freed(2**31 - 1, (_MMAP_MAX, 0), (_ARENA_MAX, 1))
+    if sys.platform != "linux" or not use_shortcuts():
+        return
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "200")
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0), (_ARENA_MAX, 1)):
+            mallopt(option, value)

@@ -15,7 +15,6 @@ from eagle_mlx import memory
 from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.cache.tree_support import why_no_trees
-from eagle_mlx.cpu import keep_round_memory
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.disk import DiskTier
@@ -145,7 +144,6 @@ class Engine:
         self.groups = Groups(RoundReads.of(target, proposer, size), budget)
         self.runner = Runner(self.admission, self.groups, exact, clock)
         self._in_step = False
-        keep_round_memory()
         self.use_policy(policy or ThroughputPolicy())
 
     def use_policy(self, policy: Policy) -> None:

@@ -3,17 +3,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import subprocess
 import sys
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from eagle_mlx import blas
 from eagle_mlx.blas import one_blas_thread
-from eagle_mlx.cpu import default_streams, keep_round_memory, make_streams
+from eagle_mlx.cpu import default_streams, make_streams
 
 
 def test_threads_have_their_own_streams() -> None:
@@ -60,16 +58,3 @@ def test_a_cpu_computes_without_a_folder_for_compiled_kernels(place: str) -> Non
         check=False,
     )
     assert (done.stdout, done.stderr) == ("0.0\n", "")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
-def test_a_round_gets_the_memory_of_the_last_one() -> None:
-    """Else each round of 48 MB waits until the kernel has zeroed 12,000 pages."""
-
-    def fresh_pages() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        list(map(np.ones, [12 << 17] * 4))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    keep_round_memory()
-    assert min(fresh_pages() for _ in range(4)) < 1000
