@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -247,7 +248,12 @@ def test_the_newest_intact_state_is_used(
     (out / "checkpoints" / ".step-99.abc").mkdir()
     with pytest.raises(CheckpointError, match="optimizer.safetensors is damaged"):
         state.load(folders[-1])
-    capsys.readouterr()
+    lost = shutil.copytree(out, tmp_path / "lost")
+    (lost / "checkpoints" / folders[0].name / "head.safetensors").unlink()
+    assert main(["--resume", str(lost)]) == 2
+    remedy = f"train further from {lost}/last with --init-from, or remove {lost}/checkpoints to begin again"
+    assert capsys.readouterr().err.endswith(f"{lost}/checkpoints has no intact state; {remedy}\n")
+    assert weights(lost) == weights(out), "the heads are kept"
     assert main(["--resume", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "optimizer.safetensors is damaged" in shown

@@ -67,7 +67,8 @@ def read_identity(folder: Path) -> Identity:
             f"{folder} has no run ({RUN_FILE} is missing); name the --output of an interrupted run"
         ) from e
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}") from e
+        remedy = f"train further from {folder / LAST} with --init-from"
+        raise CheckpointError(f"{file} cannot be read: {e}; {remedy}") from e
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:

@@ -126,14 +126,21 @@ def save(run: Path, checkpoint: RunCheckpoint, keep: int) -> Path:
 
 
 def newest(run: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
-    """Return the newest intact checkpoint, or None. Warn of damaged ones; remove leftovers of interrupted writes."""
+    """Return the newest intact checkpoint, or None without any. Warn of damaged ones; remove leftovers of interrupted
+    writes. Raises CheckpointError if all are damaged: to begin again would replace the run's heads.
+    """
     for part in (run / STATES).glob(".*"):
         shutil.rmtree(part, ignore_errors=True)
     for folder in _folders(run):
         try:
             return load(folder)
         except CheckpointError as e:
-            warn(f"{e}; going back to the previous one")
+            warn(str(e))
+    if exists(run):
+        raise CheckpointError(
+            f"{run / STATES} has no intact state; train further from {run}/last with --init-from, or remove "
+            f"{run / STATES} to begin again"
+        )
     return None
 
 
