@@ -74,6 +74,7 @@ def regenerate(options: RegenerateOptions) -> None:
     config = RegenerateConfig(params, options.system, options.least_distinct)
     data, stream = options.choice.config(options.data, options.limit), options.choice.filters.stream
     settings = {**asdict(data), "split": options.split}
+    check_apart(options.output, *(source.name for source in data.parsed))
     check_conversations(data, options.split)
     target = options.loading.load(options.target)
     report = ReadReport()

@@ -134,11 +134,11 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
 
 
 def check_apart(output: str | Path, *inputs: str | Path) -> None:
-    """Raise OutputError if overwriting the folder `output` would delete one of the inputs; others may be no paths."""
+    """Raise OutputError if overwriting `output` would delete one of the inputs; others may be no paths."""
     whole = Path(output).resolve()
     for place in inputs:
         if Path(place).exists() and Path(place).resolve().is_relative_to(whole):
-            raise OutputError(f"overwriting {output} would delete {place}, which is read; choose another output folder")
+            raise OutputError(f"overwriting {output} would delete {place}, which is read; choose another output")
 
 
 def is_empty(folder: Path) -> bool:

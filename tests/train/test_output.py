@@ -138,7 +138,8 @@ def test_shards_are_looked_for_before_anything_is_loaded(tmp_path: Path, capsys:
     ("command", "read"),
     [
         *[("train", "in"), ("train", "in/target"), ("train", "in/chats.jsonl"), ("train", "in/shards")],
-        *[("collect", "in/target"), ("collect", "in/chats.jsonl"), ("convert", "in/target"), ("mtp", "in/target")],
+        *[("collect", "in/target"), ("collect", "in/chats.jsonl"), ("regenerate", "in/chats.jsonl")],
+        *[("convert", "in/target"), ("mtp", "in/target")],
     ],
 )
 def test_overwriting_never_deletes_what_the_command_reads(
@@ -154,11 +155,12 @@ def test_overwriting_never_deletes_what_the_command_reads(
     run = {
         "train": lambda: main(["--target", "tiny", flag, read, *over]),
         "collect": lambda: data(["collect", "--target", "tiny", "--data", "chats.jsonl", flag, read, *over]),
+        "regenerate": lambda: data(["regenerate", "--target", "tiny", flag, read, "--output", read, "--overwrite"]),
         "convert": lambda: convert(["nobody/nothing", "--to", "eagle3", "--target", read, *over]),
         "mtp": lambda: convert(["mtp", "--source", read, *over]),
     }
     assert run[command]() == 2
-    assert f"overwriting in would delete {read}" in capsys.readouterr().err
+    assert f"would delete {read}, which is read" in capsys.readouterr().err
     assert sorted(path.name for path in Path("in").iterdir()) == ["chats.jsonl", "run.json", "shards", "target"]
 
 
