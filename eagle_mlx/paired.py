@@ -96,7 +96,9 @@ def gain_of(first: Sequence[Decoded], second: Sequence[Decoded], factor: float =
     if not number:
         return Gain(0.0, None, None, "not told apart", 0, None)
     means = counts.mean(axis=0)
-    gain = float(np.log(means) @ signs) + math.log(factor)
+    # Sums of whole numbers: the gain of equal ratios is exactly 0, not the rounding of four logarithms.
+    a_tokens, a_rounds, b_tokens, b_rounds = counts.sum(axis=0)
+    gain = float(np.log(b_tokens * a_rounds / (a_tokens * b_rounds))) + math.log(factor)
     if number < FEWEST:
         return Gain(math.expm1(gain), None, None, "not told apart", number, None)
     deviation = float(np.std(counts / means @ signs, ddof=1))

@@ -84,6 +84,15 @@ def test_95_percent_of_the_intervals_of_tau_contain_it() -> None:
     assert tau_interval(parts[:5]) is None
 
 
+def test_equal_drafts_are_not_told_apart() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        rounds = rng.integers(1, 30, 6).tolist()
+        same = [Decoded(tokens, count) for tokens, count in zip(rng.integers(30, 90, 6).tolist(), rounds, strict=True)]
+        gain = gain_of(same, list(same))
+        assert (gain.gain, gain.verdict) == (0, "not told apart")
+
+
 def test_few_conversations_tell_nothing() -> None:
     first, second = decoded(50, 50, 50, 50, 50), decoded(25, 26, 25, 25, 25)
     gain = gain_of(first, second)
