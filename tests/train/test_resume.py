@@ -251,7 +251,7 @@ def test_the_newest_intact_state_is_used(
     lost = shutil.copytree(out, tmp_path / "lost")
     (lost / "checkpoints" / folders[0].name / "head.safetensors").unlink()
     assert main(["--resume", str(lost)]) == 2
-    remedy = f"train further from {lost}/last with --init-from, or remove {lost}/checkpoints to begin again"
+    remedy = f"train further from a head in {lost} with --init-from, or remove {lost}/checkpoints to begin again"
     assert capsys.readouterr().err.endswith(f"{lost}/checkpoints has no intact state; {remedy}\n")
     assert weights(lost) == weights(out), "the heads are kept"
     assert main(["--resume", str(out)]) == 0

@@ -67,8 +67,7 @@ def read_identity(folder: Path) -> Identity:
             f"{folder} has no run ({RUN_FILE} is missing); name the --output of an interrupted run"
         ) from e
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-        remedy = f"train further from {folder / LAST} with --init-from"
-        raise CheckpointError(f"{file} cannot be read: {e}; {remedy}") from e
+        raise CheckpointError(f"{file} cannot be read: {e}; train further from a head there with --init-from") from e
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:

@@ -138,7 +138,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
             warn(str(e))
     if exists(run):
         raise CheckpointError(
-            f"{run / STATES} has no intact state; train further from {run}/last with --init-from, or remove "
+            f"{run / STATES} has no intact state; train further from a head in {run} with --init-from, or remove "
             f"{run / STATES} to begin again"
         )
     return None
