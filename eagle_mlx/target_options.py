@@ -94,15 +94,29 @@ class TargetOptions(Group):
 
 def _template(given: str) -> str | None:
     """Return the template given as text or in a file; None if none is given."""
-    if not given or _OF_A_TEMPLATE in given:
-        return given or None
+    text = given
+    if given and _OF_A_TEMPLATE not in given:
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--chat-template {given} is not a template, and cannot be read as a file: {e}") from e
+        if _OF_A_TEMPLATE not in text:
+            raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")
+    if text:
+        _check_syntax(text)
+    return text or None
+
+
+def _check_syntax(template: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--chat-template {given} is not a template, and cannot be read as a file: {e}") from e
-    if _OF_A_TEMPLATE not in text:
-        raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")
-    return text
+        render_jinja_template([[]], chat_template=template)
+    except TemplateSyntaxError as e:
+        raise ConfigError(f"--chat-template has a syntax error in line {e.lineno}: {e.message}") from e
+    except Exception:  # a template is a program, and this one may need messages
+        return
 
 
 def _template_args(text: str) -> dict[str, Any]:

@@ -148,6 +148,11 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
     for given, reason in ((str(file), "the file has no template expression"), ("chatml", "cannot be read as a file")):
         with pytest.raises(ConfigError, match=f"--chat-template {given}.*{reason}"):
             TargetOptions(chat_template=given).load(models[0])
+    broken = "{% for m in messages %}\n{% if %}"
+    file.write_text(broken)
+    for given in (broken, str(file)):
+        with pytest.raises(ConfigError, match="--chat-template has a syntax error in line 2: Expected an expression"):
+            TargetOptions(chat_template=given).load(models[0])
 
 
 def test_the_fingerprint_tells_adapters_apart(models: tuple[Path, Path], tmp_path: Path) -> None:
