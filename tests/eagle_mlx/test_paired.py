@@ -88,8 +88,10 @@ def test_equal_drafts_are_not_told_apart() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
         rounds = rng.integers(1, 30, 6).tolist()
-        same = [Decoded(tokens, count) for tokens, count in zip(rng.integers(30, 90, 6).tolist(), rounds, strict=True)]
-        gain = gain_of(same, list(same))
+        drafts = [
+            Decoded(tokens, count) for tokens, count in zip(rng.integers(30, 90, 6).tolist(), rounds, strict=True)
+        ]
+        gain = gain_of(drafts, list(drafts))
         assert (gain.gain, gain.verdict) == (0, "not told apart")
 
 
