@@ -19,8 +19,7 @@ from eagle_mlx.errors import ConfigError, OutputError
 
 PART = ".part"  # the suffix of a file while it is being written
 FINDER = ".DS_Store"  # a file of the Finder of macOS
-_MARKS = ("config.json", "manifest.json", "report.json", "run.json", "comparison.json", "made")
-"""Files of heads, captures, demos, runs and comparisons; `made` is of a run that does not train yet."""
+_MARKS = {"config.json", "manifest.json", "report.json", "run.json", "comparison.json", "made"}  # in our outputs
 
 
 def cache_folder() -> Path:
@@ -126,8 +125,7 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
         if not overwrite:
             raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
         if not any(place.name in _MARKS or place.suffix == ".safetensors" for place in path.iterdir()):
-            reason = "it holds no head, run or hidden states; choose another output folder, or move its files away"
-            raise OutputError(f"{path} is not overwritten: {reason}")
+            raise OutputError(f"{path} holds no head, run or hidden states to overwrite; choose another output folder")
     for place in (path.parent, path) if path.exists() else (path.parent,):
         check_writable(place)
     return path

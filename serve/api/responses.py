@@ -232,8 +232,7 @@ def memory_of(request: Request) -> ResponseMemory:
     return memories.setdefault(key_of(request) or "", ResponseMemory(limits.responses, limits.response_bytes))
 
 
-Conversation = tuple[ChatRequest, Functions, Sequence[bytes]]
-"""A chat with the turns before it, the functions that it offers, and the items to store."""
+Conversation = tuple[ChatRequest, Functions, Sequence[bytes]]  # a chat, the functions it offers, and items to store
 
 
 async def _conversation(request: Request) -> tuple[Received[ResponsesRequest], Conversation]:

@@ -168,7 +168,7 @@ class ChoicesRequest(OpenAIRequest):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None  # as with `metadata`, nothing is stored
     # Not supported: other servers' names of limits on the text. An answer without them would be wrong.
     guided_json: None = None
     guided_regex: None = None

@@ -70,9 +70,8 @@ class _MarkupReader:
         while not calls or not self._is_blank(place, len(self._body)):
             name, place, ended = self._function(place)
             calls.append({"name": name, "arguments": {}})
-            types = self._offer.functions.get(name, {})
             while not ended:
-                ended, place = self._parameter(types, calls[-1]["arguments"], place)
+                ended, place = self._parameter(self._offer.functions.get(name, {}), calls[-1]["arguments"], place)
         return calls
 
     def _function(self, place: int) -> tuple[str, int, bool]:

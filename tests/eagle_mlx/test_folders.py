@@ -50,7 +50,7 @@ def test_a_folder_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     (tmp_path / "head").mkdir()
     (tmp_path / "head/model.safetensors").touch()
-    with pytest.raises(OutputError, match="is not overwritten: it holds no head, run or hidden states"):
+    with pytest.raises(OutputError, match="holds no head, run or hidden states to overwrite"):
         check_free(tmp_path, overwrite=True)
     assert check_free(tmp_path / "head", overwrite=True)
 
