@@ -31,10 +31,10 @@ def run(options: ServeOptions) -> int:
     if settings.api_key is None:
         settings = replace(settings, api_key=os.environ.get("EAGLE_API_KEY"))
     for config in configs.values():
+        for folder in filter(None, (config.learning.folder, config.prefix_cache_dir)):
+            check_writable(folder.expanduser())
         if config.prefix_cache_dir is not None:
-            folder = config.prefix_cache_dir.expanduser()
-            check_writable(folder)
-            size = disk_bytes(folder)
+            size = disk_bytes(folder := config.prefix_cache_dir.expanduser())
             if (limit := config.prefix_disk_gb or 0) * 1e9 > size:
                 raise ConfigError(f"--prefix-disk-gb {limit:g} is more than the disk of {folder} has, {gb(size)}")
     for config in configs.values():

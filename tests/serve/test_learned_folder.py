@@ -21,6 +21,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.hidden_states import Example, HiddenStates
 from eagle_mlx.memory import gb
 from eagle_mlx.paired import Gain
+from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.serve.learning.options import LearnOptions
 from eagle_mlx.serve.learning.texts import Texts
@@ -101,6 +102,14 @@ def event(version: int) -> Event:
 
 def save(versions: Versions, version: int) -> None:
     save_eagle3(tiny_head(tiny_target(), seed=version), versions.candidate, target_name="tiny", extra={"step": version})
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert serve(["--target", str(tmp_path), "--learn", str(tmp_path / "file/texts"), "--port", "0"]) == 2
+    assert f"{tmp_path}/file is a file, so it can hold no output" in capsys.readouterr().err
 
 
 def test_old_versions_leave_and_the_serving_one_stays(tmp_path: Path) -> None:

@@ -642,6 +642,10 @@ def test_a_folder_without_a_head_is_an_error(tmp_path: Path) -> None:
         read_source(tmp_path / "none")
     with pytest.raises(ConfigError, match="has neither a head"):
         read_source(tmp_path)
+    save_eagle3(tiny_head(tiny_target()), tmp_path / "last", target_name="owner/tiny")
+    with pytest.raises(ConfigError, match=rf"of a run without {tmp_path}/best, name {tmp_path}/last"):
+        read_source(tmp_path)
+    assert read_source(tmp_path / "last")
 
 
 def test_the_card_of_a_quantized_head_names_no_other_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,8 @@ def read_source(folder: str | Path) -> HeadFiles:
     run, which = _run_of(given)
     place = given if (given / CONFIG).is_file() else given / BEST
     if not (place / CONFIG).is_file():
-        raise ConfigError(f"{given} has neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
+        advice = f"of a run without {given / BEST}, name {given / LAST}"
+        raise ConfigError(f"{given} has neither a head ({CONFIG} and weights) nor the best head of a run; {advice}")
     if not any(place.glob(hub.WEIGHTS)):
         raise CheckpointError(
             f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
