@@ -134,10 +134,27 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def links(page: Path) -> list[tuple[str, str]]:
+    """Return a page's links to files, and their anchors, without those to other sites."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text)
+
+
+@pytest.mark.skipif(not shutil.which("git") or not (ROOT / ".git").exists(), reason="no clone of the repository")
+def test_links_lead_to_files_of_the_site() -> None:
+    """`make docs` copies only these files, and a link to another ends it."""
+    command = re.search(r"@(git ls-files .+?) \| tar", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert command is not None
+    listed = subprocess.run(["bash", "-c", command[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    site = {ROOT / name for name in listed.splitlines()}
+    for page in (file for file in site if file.suffix == ".md"):
+        places = {(page.parent / link).resolve() for link, _ in links(page) if link}
+        assert {place for place in places - site if not place.is_dir()} == set(), page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text):
+    for link, anchor in links(page):
         there = page.parent / link if link else page
         assert there.exists(), link
         if anchor:
