@@ -139,29 +139,30 @@ def test_shards_are_looked_for_before_anything_is_loaded(tmp_path: Path, capsys:
     [
         *[("train", "in"), ("train", "in/target"), ("train", "in/chats.jsonl"), ("train", "in/shards")],
         *[("collect", "in/target"), ("collect", "in/chats.jsonl"), ("regenerate", "in/chats.jsonl")],
-        *[("convert", "in/target"), ("mtp", "in/target")],
+        *[("convert", "in/target"), ("convert", "in"), ("convert", "in/best"), ("mtp", "in/target")],
     ],
 )
 def test_overwriting_never_deletes_what_the_command_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, read: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("in", "in/target", "in/shards"):
+    for name in ("in", "in/target", "in/shards", "in/best"):
         Path(name).mkdir()
     Path("in/chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
     Path("in/run.json").touch()
     over = ["--output", "in", "--overwrite"]
     flag = {"in/chats.jsonl": "--data", "in/shards": "--shards"}.get(read, "--target")
+    source = [read] if read in ("in", "in/best") else ["nobody/nothing", "--target", read]
     run = {
         "train": lambda: main(["--target", "tiny", flag, read, *over]),
         "collect": lambda: data(["collect", "--target", "tiny", "--data", "chats.jsonl", flag, read, *over]),
         "regenerate": lambda: data(["regenerate", "--target", "tiny", flag, read, "--output", read, "--overwrite"]),
-        "convert": lambda: convert(["nobody/nothing", "--to", "eagle3", "--target", read, *over]),
+        "convert": lambda: convert([*source, "--to", "eagle3", *over]),
         "mtp": lambda: convert(["mtp", "--source", read, *over]),
     }
     assert run[command]() == 2
     assert f"would delete {read}, which is read" in capsys.readouterr().err
-    assert sorted(path.name for path in Path("in").iterdir()) == ["chats.jsonl", "run.json", "shards", "target"]
+    assert sorted(path.name for path in Path("in").iterdir()) == ["best", "chats.jsonl", "run.json", "shards", "target"]
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")

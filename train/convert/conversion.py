@@ -38,8 +38,7 @@ OURS = ("target", COPY, NOTED, "target_norm")
 def convert(options: Conversion, say: Callable[[str], None]) -> str:
     """Convert a head and read it back; return a line about it. Raises an EagleError; then nothing is written."""
     check_free(options.output, options.overwrite)
-    if options.target is not None:
-        check_apart(options.output, options.target)
+    check_apart(options.output, *filter(None, (options.source, options.target)))
     folder = hub.head_folder(options.source)
     target = load_target(options.target) if options.target is not None else None
     head = load_head(folder, target)
