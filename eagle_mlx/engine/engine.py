@@ -165,7 +165,6 @@ class Engine:
 
     @property
     def draft_failures(self) -> int:
-        """The number of drafts in which the proposer raised."""
         return self.runner.draft_failures
 
     @property

@@ -176,13 +176,13 @@ def check_settings(
 ) -> None:
     """Raise ConfigError if a setting of the engine is invalid. `sizes`: values that must be at least 1, by name."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} must be at least 1; got {size}")
-    if prefix_cache_bytes < 0:
-        raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes}")
-    if not prefill_ms > 0:
-        raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms}")
-    if not 1 <= groups <= GROUPS:
+        if not (isinstance(size, int | float) and size >= 1):
+            raise ConfigError(f"{name} must be at least 1; got {size!r}")
+    if not (isinstance(prefix_cache_bytes, int | float) and prefix_cache_bytes >= 0):
+        raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes!r}")
+    if not (isinstance(prefill_ms, int | float) and prefill_ms > 0):
+        raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms!r}")
+    if groups not in range(1, GROUPS + 1):
         raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
     if kv_bits not in (None, 4, 8):
         raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")

@@ -725,7 +725,12 @@ def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
     ("setting", "message"),
     [
         ({"prefix_cache_bytes": -5}, "prefix_cache_bytes must be at least 0; got -5"),
+        ({"prefix_cache_bytes": "2GB"}, "prefix_cache_bytes must be at least 0; got '2GB'"),
         ({"max_batch": 0}, "max_batch must be at least 1; got 0"),
+        ({"max_batch": None}, "max_batch must be at least 1; got None"),
+        ({"prefill_chunk": "512"}, "prefill_chunk must be at least 1; got '512'"),
+        ({"prefill_ms": "5"}, "prefill_ms must be above 0; got '5'"),
+        ({"groups": None}, "groups must be 1 or 2; got None"),
         ({"drafter": "head"}, "drafter must be one of model, ngrams, none, or None; got 'head'"),
     ],
 )
