@@ -60,7 +60,7 @@ class Target:
 
     def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper | None = None, name: str = ""):
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper | None) else TokenizerWrapper(tokenizer)
         self.name = name
         self.adapter: adapters.Adapter | None = None  # the adapters that it was loaded with
         self.vision: Vision | None = None  # if it was loaded from a folder of a model that sees
@@ -243,7 +243,7 @@ def load_target(
     *,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
-    extra_eos_tokens: Iterable[str] = (),
+    extra_eos_tokens: str | Iterable[str | int] = (),
     chat_template: str | None = None,
     chat_template_args: Mapping[str, Any] | None = None,
     lazy: bool = False,
@@ -264,7 +264,7 @@ def load_target(
     with loading(f"{folder} as a target"):
         model, tokenizer = _load(folder, template, trust_remote_code, lazy=lazy or bool(shard))
         adapter = None if adapter_folder is None else adapters.add_adapters(model, adapter_folder)
-        for token in extra_eos_tokens:
+        for token in [extra_eos_tokens] if isinstance(extra_eos_tokens, str) else map(str, extra_eos_tokens):
             if not (token.isdecimal() or token in tokenizer.get_vocab()):
                 what = f"--extra-eos-token {token!r}"
                 raise TargetError(f"{what} is not a token of this tokenizer; give a token or its id")
@@ -292,6 +292,8 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
     settings = {"trust_remote_code": trusted, **template}
     try:
         model, tokenizer = mlx_lm.load(str(folder), settings, lazy=lazy, trust_remote_code=trusted)[:2]
+        if tokenizer.encode("a") == tokenizer.encode("b"):  # transformers takes missing files for an empty vocabulary
+            raise ValueError("its tokenizer has no vocabulary; copy tokenizer.json or the like from its original")
     except Exception as e:
         hint = ""
         if not trusted and "trust_remote_code" in str(e):

@@ -21,9 +21,10 @@ from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.target import Target, digest_of, load_target
 from tests.architectures import tiny_model
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import plain_tokenizer, tiny_head, tiny_target, tiny_target_folder
 from tests.full import diagonal
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOKENS = mx.array([[1, 5, 9, 2], [3, 3, 7, 8]])
 
 
@@ -110,6 +111,16 @@ def test_a_folder_loads_with_its_tokenizer_and_shape(tmp_path: Path) -> None:
     assert target.eos_token_ids == {0, 2}
 
 
+def test_a_tokenizer_of_transformers_is_taken_as_by_mlx_lm() -> None:
+    wrapped, params = tiny_target(tokenizer=True), em.SamplingParams(max_tokens=8, stop="zz")
+    plain = Target(wrapped.model, plain_tokenizer(TEMPLATE))
+    assert plain.eos_token_ids == {2}
+    text = em.Engine(plain).generate("import os", params).text
+    assert text == em.Engine(wrapped).generate("import os", params).text
+    assert "".join(chunk.text for chunk in em.Engine(plain).stream("import os", params)) == text
+    assert em.Engine(plain).generate([{"role": "user", "content": "x"}], params).prompt_tokens == 1
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_a_dtype_may_be_given_by_name(name: str, tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "t")
@@ -128,6 +139,17 @@ def test_a_folder_that_is_no_model_is_an_error_that_names_it(tmp_path: Path, mis
     folder = tiny_target_folder(tmp_path / "broken")
     (folder / missing).unlink()
     with pytest.raises(TargetError, match="broken"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", None])
+def test_a_folder_without_a_vocabulary_is_refused(kind: str | None, tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    (folder / "tokenizer.json").unlink()
+    change(folder / "tokenizer_config.json", tokenizer_class=kind)
+    if kind is None:
+        (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(TargetError, match="target cannot be loaded as a target: .*copy tokenizer.json .*from"):
         load_target(folder)
 
 

@@ -93,8 +93,10 @@ def test_an_extra_stop_token_ends_a_text(models: tuple[Path, Path]) -> None:
     [whole] = em.Engine(target).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
     last = whole.tokens[4]
     assert target.tokenizer is not None
-    for name in (str(last), target.tokenizer.convert_ids_to_tokens(last)):
-        ending = em.load_target(models[0], extra_eos_tokens=[name])
+    name = target.tokenizer.convert_ids_to_tokens(last)
+    for extra in ([str(last)], [last], [name], name):  # a text alone is a token, not its letters
+        ending = em.load_target(models[0], extra_eos_tokens=extra)
+        assert ending.eos_token_ids == {*target.eos_token_ids, last}
         [output] = em.Engine(ending).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
         assert output.finish_reason == "stop"
         assert len(output.tokens) == whole.tokens.index(last) + 1
