@@ -292,7 +292,7 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
     settings = {"trust_remote_code": trusted, **template}
     try:
         model, tokenizer = mlx_lm.load(str(folder), settings, lazy=lazy, trust_remote_code=trusted)[:2]
-        if tokenizer.encode("a") == tokenizer.encode("b"):  # transformers takes missing files for an empty vocabulary
+        if len({tuple(tokenizer.encode(letter)) for letter in "aA0"}) == 1:  # files are missing
             raise ValueError("its tokenizer has no vocabulary; copy tokenizer.json or the like from its original")
     except Exception as e:
         hint = ""
