@@ -416,6 +416,24 @@ def test_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[], Pa
     assert nbytes(folder) == before
 
 
+def test_a_disk_of_its_own_is_used_although_lost_and_found_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    first = engine(tmp_path)
+    answered(first, TEXT)
+    written(first)
+    assert answered(engine(tmp_path), TEXT).counts.cached_tokens
+
+
 def test_a_text_too_large_for_memory_stays_on_disk(tmp_path: Path) -> None:
     with_text(tmp_path)
     again = engine(tmp_path)

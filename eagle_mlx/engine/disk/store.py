@@ -16,7 +16,8 @@ from pathlib import Path
 
 from eagle_mlx.files import PART, locked, write_whole
 
-_PATH = re.compile(r"[0-9a-f]{32}/(block|state)-\d{8}-[0-9a-f]{32}\.prefix(\.part)?")  # paths of our files
+_FOLDER = re.compile(r"[0-9a-f]{32}")  # a model's; others, such as a disk's lost+found, may not be readable
+_NAME = re.compile(r"(block|state)-\d{8}-[0-9a-f]{32}\.prefix(\.part)?")
 
 
 class Store:
@@ -84,9 +85,9 @@ class Store:
         """Return each file's last use, minus its last position, and its bytes. Files of killed processes go."""
         files = {}
         for folder in os.scandir(self.root):
-            for entry in os.scandir(folder) if folder.is_dir() else ():
+            for entry in os.scandir(folder) if folder.is_dir() and _FOLDER.fullmatch(folder.name) else ():
                 path, status = f"{folder.name}/{entry.name}", entry.stat(follow_symlinks=False)
-                if not _PATH.fullmatch(path) or not stat.S_ISREG(status.st_mode):
+                if not _NAME.fullmatch(entry.name) or not stat.S_ISREG(status.st_mode):
                     continue
                 if path.endswith(PART):
                     Path(entry).unlink()
