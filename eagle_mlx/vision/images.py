@@ -107,7 +107,8 @@ def decode(data: bytes, limits: ImageLimits) -> Image:
         raise
     except Exception as e:  # decoders raise anything for damaged files
         formats = ", ".join(limits.allowed)
-        raise PromptError(f"the image cannot be decoded ({in_one_line(e)}); send a whole file in {formats}") from e
+        problem = in_one_line(e).partition(" <")[0]  # without Pillow's name of our file object
+        raise PromptError(f"the image cannot be decoded ({problem}); send a whole file in {formats}") from e
 
 
 def content_of(source: object, limits: ImageLimits) -> bytes:

@@ -118,7 +118,7 @@ class Vision:
         return expanded(text, images, {self._placeholder, token})
 
     def read(self, source: object, limits: ImageLimits) -> ImageTokens:
-        """Read an image (`images.content_of`). Raises PromptError, also if this target reads no images.
+        """Read an image (`images.content_of`). Raises PromptError, also if this target reads no images; TargetError.
 
         Only the newest image keeps its prepared pixels, some 100 MB. Others are prepared again if their features are
         needed, because a session sends all of its screenshots with every turn, and the prefix cache has most of them.
@@ -180,7 +180,7 @@ class Vision:
 
     @cached_property
     def _processor(self) -> Any:
-        with loading(f"what prepares images for {self._folder}", PromptError):
+        with loading(f"what prepares images for {self._folder}"):
             module, _, name = self._family.processor.rpartition(".")
             return getattr(import_module(f"mlx_vlm.models.{module}"), name).from_pretrained(str(self._folder))
 
@@ -227,7 +227,7 @@ class Vision:
     @cached_property
     def _identity(self) -> bytes:
         """A hash of the vision weights, all of their bytes, and of how images are prepared."""
-        with loading(f"the vision weights of {self._folder}", PromptError):
+        with loading(f"the vision weights of {self._folder}"):
             return self._hash()
 
     def _hash(self) -> bytes:

@@ -11,8 +11,6 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from eagle_mlx.errors import EagleError
-
 _BOTH = {
     401: "authentication_error",
     403: "permission_error",
@@ -97,10 +95,6 @@ def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
 def shortened(text: str, most: int) -> str:
     """Return at most `most` characters of a text, plus "..." if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def bad_request(error: EagleError) -> ApiError:
-    return ApiError(400, str(error), error.field)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -14,12 +14,12 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from eagle_mlx import EagleError
+from eagle_mlx.errors import EagleError, TargetError
 
-from .. import log_once
+from .. import log, log_once
 from ..chat.history import with_whole_pairs
 from .encoding import Encoder
-from .errors import ApiError, bad_request, client_gone, shortened
+from .errors import ApiError, client_gone, shortened
 from .limits import has_more_containers, read_body
 from .model import Loaded, check
 from .models import Models
@@ -84,8 +84,11 @@ class Received(Generic[B]):
 
         try:
             return await models_of(self.http).pools.encode(run, client_of(self.http), self.is_long, has_schema)
+        except TargetError as e:  # the first image loads files of the model
+            log.error("%s", e)
+            raise ApiError(500, "the model's files cannot be read; see the server's log") from e
         except EagleError as e:
-            raise bad_request(e) from e
+            raise ApiError(400, str(e), e.field) from e
         finally:
             cancelled.set()
 

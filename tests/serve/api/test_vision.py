@@ -207,6 +207,7 @@ def test_an_image_that_cannot_be_read_is_refused(seeing: Live, dialect: Dialect,
     assert message.startswith(place)
     assert reason in message
     assert "/etc" not in message
+    assert " at 0x" not in message
 
 
 @DIALECTS
@@ -216,6 +217,26 @@ def test_an_image_that_cannot_be_read_does_not_end_a_session(seeing: Live, diale
     kind = shown(dialect, b"")["type"]
     note = user(text(dialect, f"[{kind} left out: it cannot be read]what is this?"))
     assert prompt_tokens(post(seeing, dialect, turns)) == prompt_tokens(post(seeing, dialect, [note, *turns[1:]]))
+
+
+@DIALECTS
+def test_a_server_that_cannot_read_its_vision_weights_says_so_in_its_log(
+    tmp_path: Path, dialect: Dialect, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+    with live(lambda: Loaded(em.Engine(em.load_target(folder)), "none", 0)) as running:
+        question = [ask(dialect)]
+        answer_of(post(running, dialect, question))
+        (folder / "model.safetensors").unlink()
+        later = [ask(dialect, A), {"role": "assistant", "content": "I see."}, user(text(dialect, "go on"))]
+        for turns in ([ask(dialect, A)], later):
+            answer = post(running, dialect, turns)
+            assert answer.status_code == 500, answer.text
+            assert "see the server's log" in answer.text
+            assert str(folder) not in answer.text
+            assert str(folder / "model.safetensors") in caplog.text
+            caplog.clear()
+        answer_of(post(running, dialect, question))
 
 
 def test_too_many_images_or_tokens_are_refused(seeing: Live) -> None:
