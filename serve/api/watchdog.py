@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
+import sys
+from threading import enumerate as threads
+from traceback import format_stack
 
 from .. import log
 from .worker import Worker
@@ -41,9 +42,8 @@ class Watchdog:
             return
         self.stuck = True
         reason = f"{'a step' if is_step else 'work between steps'} of the engine has not returned for {limit:g} s"
-        with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a real file
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            log.error("model %s: %s; the stacks of all threads:\n%s", self._name, reason, file.read())
+        frames = sys._current_frames()
+        stacks = [f"{t.name}:\n{''.join(format_stack(frames[t.ident]))}" for t in threads() if t.ident in frames]
+        log.error("model %s: %s; the stacks of all threads:\n%s", self._name, reason, "\n".join(stacks))
         if self._exits:
             worker.end_process(f"{reason}; the server restarts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -83,6 +84,20 @@ def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: py
     assert "in hang" in report  # the engine's thread
     assert "in run_forever" in report  # the event loop's
     assert "returned after all" in caplog.text
+
+
+def test_a_stuck_server_goes_on_without_a_folder_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be full, or read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", os.devnull)
+    with live() as server:
+        with stopped(server) as (clock, answer):
+            clock.now = LIMIT + 1
+            server.until(lambda: health(server) == (503, "stuck"))
+        assert answer.result().status_code == 200
+        server.until(lambda: health(server) == (200, "ready"))
+    assert "in hang" in reports(caplog)[0]
 
 
 @pytest.mark.parametrize(
