@@ -170,6 +170,11 @@ class Connection(H11Protocol):
     def between_requests(self) -> bool:
         return self._framing.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the client has not sent its whole body, or reads its answer more slowly than it is written."""
+        return self._framing.their_state is h11.SEND_BODY or self.flow.write_paused
+
     def waited(self, now: float) -> tuple[Wait, float]:
         """Return what it waits for from the client, and the seconds without progress.
 
@@ -204,7 +209,7 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
             connection.transport.abort()
 
 
-_ABORT_SECONDS = 2.0  # time to send the errors of aborted answers
+_ABORT_SECONDS = 2.0  # time to send the last answers, such as the errors of aborted ones
 _WATCH_SECONDS = 0.1  # interval of checks
 
 
@@ -268,6 +273,10 @@ class Server(uvicorn.Server):
             await self.models.unload_unused()
             await asyncio.sleep(_WATCH_SECONDS)
 
+    @property
+    def _held(self) -> list[Connection]:
+        return [connection for connection in self.connections if connection.is_held]
+
     async def _drain(self) -> None:
         """After a signal, wait for requests in progress, end those that remain, and exit."""
         await _until(lambda: self.models.draining)
@@ -277,7 +286,10 @@ class Server(uvicorn.Server):
             log.info("drain time is over; ending the remaining requests with an error")
             for service in self.models.services.values():
                 service.worker.abort_all("the server is shutting down")
-        await _until(lambda: self.models.idle or monotonic() > self._end + _ABORT_SECONDS)
+        last = monotonic() + _ABORT_SECONDS
+        await _until(lambda: monotonic() > last or (self.models.idle and not self._held))
+        for connection in self._held:
+            connection.transport.abort()  # uvicorn would wait for it, and report it as an error
         self.should_exit = True
 
 

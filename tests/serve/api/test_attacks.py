@@ -533,3 +533,33 @@ def test_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
         assert again.result(PATIENCE) == alone
         assert server.service.loaded is not None
         assert server.service.loaded.engine.pauses >= 1
+
+
+@pytest.mark.parametrize("what", ["body", "answer"])
+def test_a_client_that_neither_sends_nor_reads_does_not_hold_up_a_shutdown(
+    unread: Callable[[Live], socket.socket], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(settings=wide(drain_seconds=0.1), unread_bytes=4096) as server, ExitStack() as opened:
+        if what == "answer":
+            unread(server)
+            server.until(lambda: any(connection.flow.write_paused for connection in server.server.connections))
+        else:
+            opened.enter_context(closing(connect(server, request(CHAT, SHORT)[:-1])))
+            server.until(lambda: len(server.server.server_state.tasks) == 1)
+        server.terminate()
+        server.until(lambda: not server.server.server_state.tasks, seconds=4)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_large_answer_is_sent_to_its_end_at_a_shutdown() -> None:
+    fields = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
+    with live(settings=wide(drain_seconds=0.1), unread_bytes=4096) as server:
+        with connect(server, request("/tokenize", fields), unread_bytes=4096) as raw:
+            server.until(lambda: any(connection.flow.write_paused for connection in server.server.connections))
+            server.terminate()
+            read = b""
+            while piece := raw.recv(1 << 14):
+                read += piece
+    head, _, body = read.partition(b"\r\n\r\n")
+    assert b" 200 " in head
+    assert len(json.loads(body)["token_strs"]) == json.loads(body)["count"]
