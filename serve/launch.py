@@ -49,8 +49,6 @@ class LaunchOptions(Group):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model of a running server."""
-
     url: str
     model: str
     context: int | None  # tokens; None until the model is loaded

@@ -101,8 +101,6 @@ _LEARNER: _Numbers[Learner] = (
 
 
 class ServerCollector(Collector):
-    """Collects the current totals on every scrape."""
-
     def __init__(self, models: Models):
         self._models = models
 

@@ -73,7 +73,6 @@ class Models:
         return None
 
     def start(self) -> None:
-        """Start the models' threads in the event loop."""
         for service in self.services.values():
             service.worker.start(asyncio.get_running_loop())
         for name in self._starting:

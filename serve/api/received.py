@@ -54,8 +54,6 @@ def key_of(request: Request) -> str | None:
 
 @dataclass(frozen=True)
 class Received(Generic[B]):
-    """A request whose body was read and validated."""
-
     http: Request
     body: B
     is_long: bool

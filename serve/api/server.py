@@ -217,7 +217,6 @@ class Server(uvicorn.Server):
     """Uvicorn that refuses new requests at the first signal, and ends the others after `drain_seconds` or a second."""
 
     def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
-        """say: prints startup lines."""
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -299,7 +298,6 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 def address(sock: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -89,8 +89,6 @@ class Job:
 
 @dataclass(eq=False)
 class _Slot:
-    """A request in the engine."""
-
     request: RequestState
     job: Job
     index: int

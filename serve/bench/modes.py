@@ -27,8 +27,6 @@ Decoding = Generator[int, None, list[Output]]
 
 
 class Mode(ABC):
-    """A way of decoding."""
-
     name: ModeName
     batch = 1
     depth = 0

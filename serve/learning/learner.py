@@ -331,7 +331,6 @@ class Learner:
         return Recording(example.tokens[:end].tolist(), answer, SamplingParams(max_tokens=_JUDGED_TOKENS), states)
 
     def _loaded(self, place: Path | str | None) -> HeadProposer:
-        """Return a head as it would serve."""
         assert place is not None
         head = load_found(place, self._target)
         quantize_for(head, self._target, self._speculation.head_bits)

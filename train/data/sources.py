@@ -114,8 +114,6 @@ def amount(samples: Examples) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class EvalPrompts:
-    """Prompts to measure acceptance."""
-
     tokens: list[list[int]]
     keys: frozenset[int]  # the keys of the conversations, which must not be trained on
     left_out: int  # conversations that were left out because they are trained on

@@ -553,13 +553,15 @@ def test_a_client_that_neither_sends_nor_reads_does_not_hold_up_a_shutdown(
 
 def test_a_large_answer_is_sent_to_its_end_at_a_shutdown() -> None:
     fields = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
-    with live(settings=wide(drain_seconds=0.1), unread_bytes=4096) as server:
-        with connect(server, request("/tokenize", fields), unread_bytes=4096) as raw:
-            server.until(lambda: any(connection.flow.write_paused for connection in server.server.connections))
-            server.terminate()
-            read = b""
-            while piece := raw.recv(1 << 14):
-                read += piece
+    with (
+        live(settings=wide(drain_seconds=0.1), unread_bytes=4096) as server,
+        connect(server, request("/tokenize", fields), unread_bytes=4096) as raw,
+    ):
+        server.until(lambda: any(connection.flow.write_paused for connection in server.server.connections))
+        server.terminate()
+        read = b""
+        while piece := raw.recv(1 << 14):
+            read += piece
     head, _, body = read.partition(b"\r\n\r\n")
     assert b" 200 " in head
     assert len(json.loads(body)["token_strs"]) == json.loads(body)["count"]
