@@ -62,8 +62,6 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of a program."""
-
     arguments: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables
 

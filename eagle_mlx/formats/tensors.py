@@ -117,7 +117,6 @@ def arrays_of(tree: Any) -> Tensors:
 
 
 def weights_of(module: nn.Module) -> Tensors:
-    """Return a module's parameters by full name."""
     return arrays_of(module.parameters())
 
 

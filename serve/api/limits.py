@@ -26,6 +26,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # web pages of other origins cannot send this type without permission
         raise ApiError(400, f"the body must be sent with content-type application/json, not {kind or 'none'}")
+    if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+        raise ApiError(400, f"the body is compressed ({coding[:20]}); send it without Content-Encoding")
     declared = request.headers.get("content-length", "")
     if request.headers.get("expect") and declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
         raise _too_large(limits)  # the client waits for permission to send it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import select
 import socket
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.serve.api.conversation import Names
-from eagle_mlx.serve.api.errors import ApiError, bad_request
+from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.limits import Limits
 from tests.full import some
 from tests.serve.api.live import NAME, Live, live, wide
@@ -177,8 +178,7 @@ def test_an_error_names_a_field_only_if_it_was_raised_for_one() -> None:
         (PromptError("tools: what a template wrote about them"), None),
         (ConfigError("messages[0].content must be text"), None),
     ]:
-        body = bad_request(error).body["error"]
-        assert (body["param"], body["message"]) == (param, str(error))
+        assert error.field == param
     assert str(PromptError.at("tools[0].function", "two")) == "tools[0].function: two"
 
 
@@ -333,6 +333,19 @@ def test_pages_of_named_origins_alone_are_let_in(guarded: Live, server: Live) ->
     assert allowed(guarded, "https://page.example") == "https://page.example"
     assert allowed(guarded, "https://other.example") is None
     assert allowed(server, "https://page.example") is None
+
+
+def test_a_compressed_body_is_refused_by_name(server: Live) -> None:
+    content = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json"}
+    answer = server.http.post(
+        COMPLETIONS, content=gzip.compress(content), headers={**headers, "content-encoding": "gzip"}
+    )
+    assert answer.status_code == 400
+    assert "compressed (gzip)" in answer.json()["error"]["message"]
+    for coding in ("identity", ""):
+        answer = server.http.post(COMPLETIONS, content=content, headers={**headers, "content-encoding": coding})
+        assert answer.status_code == 200
 
 
 def test_bodies_that_are_too_large(guarded: Live) -> None:
