@@ -56,6 +56,7 @@ def compute_dtype() -> mx.Dtype | None:
 
 
 def softmax(x: mx.array) -> mx.array:
+    """Return the softmax over the last axis."""
     if not use_shortcuts():
         return mx.softmax(x, axis=-1)
     e = _exp(x - mx.stop_gradient(mx.max(x, axis=-1, keepdims=True)))

@@ -51,8 +51,6 @@ REQUIRED = dataclasses.MISSING  # the default of a required setting
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting."""
-
     default: Any  # REQUIRED if there is none
     help: str
     limit: Limit | None = None

@@ -77,10 +77,9 @@ def paragraphs(parts: Iterable[str]) -> str:
 
 
 class PictureError(ApiError):
-    """A refused image. Its place has the name that the client's API gives it."""
+    """A refused image. Its place has the name that the client's API gives it, so `rename` keeps it."""
 
-    def rename(self, field: str) -> None:
-        """Keep the name."""
+    def rename(self, field: str) -> None: ...
 
 
 class Pictures:

@@ -24,6 +24,7 @@ class Store:
     """The files in a folder. Any thread may call it."""
 
     def __init__(self, root: Path, limit: int):
+        """`limit`: total bytes of all files."""
         self.root, self.limit = root, limit
         self._ignored: set[str] = set()  # files that could not be used
         self._latest = 0  # the time of the newest use that is known
