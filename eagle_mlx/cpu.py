@@ -150,9 +150,8 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # glibc, malloc.h
 def tune_process() -> None:
     """Tune the whole process for training on a CPU under Linux; call this before MLX evaluates anything.
 
-    Every step allocates large buffers, and fresh pages, which the kernel has to zero, would take a quarter of the time,
-    so that glibc keeps what is freed. MLX walks graphs breadth-first, so that operations go to all streams in turn and
-    no stream waits for another.
+    glibc keeps the large buffers that a step frees: the kernel zeroes fresh pages, which took a quarter of the time.
+    MLX walks graphs breadth-first: operations go to all streams in turn, and no stream waits for another.
     """
     if sys.platform != "linux" or not use_shortcuts():
         return
