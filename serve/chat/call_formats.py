@@ -16,7 +16,7 @@ from typing import Any
 
 from . import call_markup as markup
 from .call_markup import SPACE, BodyParser, Call, OpenBodyError
-from .tools import DECODER, Offer
+from .tools import DECODER, ToolOffer
 
 
 def json_value(text: str, start: int) -> tuple[Any, int]:
@@ -35,7 +35,7 @@ def skip_space(text: str, at: int) -> int:
     return at
 
 
-def parse_json(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+def parse_json(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
     """Parse one or more JSON objects, each a call, or a list of them."""
     calls: list[Call] = []
     at = skip_space(body, 0)
@@ -64,7 +64,7 @@ _KIMI_HEADER = re.compile(
 _KIMI_CALL_END = "<|tool_call_end|>"
 
 
-def parse_kimi_k2(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+def parse_kimi_k2(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
     """Parse calls of Kimi K2. A section may be empty; text between its calls is no content."""
     calls, at = list[Call](), 0
     while header := _KIMI_HEADER.search(body, at):
@@ -85,7 +85,7 @@ _MISTRAL_HEADER = re.compile(
 )
 
 
-def parse_mistral(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+def parse_mistral(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
     """Parse `name[ARGS]{…}`, perhaps with an id, or a list of calls in JSON."""
     if header := _MISTRAL_HEADER.match(body):
         arguments, end = json_value(body, header.end())
@@ -104,7 +104,7 @@ def _headed(header: str, end: str = r"\s*", value: Callable[[str, int], tuple[An
     """Return the parser of calls that consist of a header with the name, arguments, and an end. These are patterns."""
     begins, ends = re.compile(header), re.compile(end)
 
-    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    def parse(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
         calls, at = list[Call](), 0
         while at < len(body) or not calls:
             if (match := begins.match(body, at)) is None:
@@ -141,7 +141,7 @@ class _Literals(ast.NodeTransformer):
         return ast.Constant(_LITERALS[node.id]) if node.id in _LITERALS else node
 
 
-def parse_python(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+def parse_python(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
     """Parse a call, or a list of calls, in JSON or Python."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         return parse_json(body, offer, final)
@@ -230,7 +230,7 @@ def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
 def _json_or(parse_tags: BodyParser) -> BodyParser:
     """Return a parser for models that sometimes write JSON instead."""
 
-    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    def parse(body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
         return (parse_json if body.lstrip()[:1] in ("{", "[") else parse_tags)(body, offer, final)
 
     return parse

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .tools import REACH, Offer, Types, typed_value
+from .tools import REACH, ToolOffer, Types, typed_value
 
 Call = dict[str, Any]  # `name`, `arguments`, and perhaps `id`, which may be None
-BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
+BodyParser = Callable[[str, ToolOffer, bool], tuple[list[Call], int]]
 """Maps a body, the offered functions, and whether no more text follows, to the calls and the length that they take.
 
 If no more text follows, the last value or function may lack its own end tag. Raises any exception if there is no call.
@@ -49,14 +49,14 @@ class Markup:
     """Maps a value's text, its `kind` and the types in the schema to the value."""
     unescape: Callable[[str], str] = str
 
-    def parse(self, body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    def parse(self, body: str, offer: ToolOffer, final: bool) -> tuple[list[Call], int]:
         return _MarkupReader(self, body, offer, final).calls(), len(body)
 
 
 class _MarkupReader:
     """Reads one body. Each mark is visited once."""
 
-    def __init__(self, markup: Markup, body: str, offer: Offer, final: bool):
+    def __init__(self, markup: Markup, body: str, offer: ToolOffer, final: bool):
         self._markup, self._body = markup, body
         self._offer, self._final = offer, final
         parts = {"function": markup.function, "function_end": markup.function_end}

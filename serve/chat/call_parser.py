@@ -17,9 +17,9 @@ from .tools import (
     NAME,
     REACH,
     CallForm,
-    Offer,
     ToolCall,
     ToolCallTags,
+    ToolOffer,
     begins_line,
     encoded,
     leading_tag,
@@ -114,7 +114,7 @@ class ToolCallParser:
     enforces comes in pieces, also if it is cut short. Line breaks before a tag belong to the tag.
     """
 
-    def __init__(self, tags: ToolCallTags, offer: Offer, think_end: str = "", enforced: bool = False):
+    def __init__(self, tags: ToolCallTags, offer: ToolOffer, think_end: str = "", enforced: bool = False):
         """enforced: whether a grammar enforces calls, so that they are returned in pieces."""
         self._tags, self._offer = tags, offer
         self._names = f"(?:{'|'.join(map(re.escape, sorted(offer.functions, key=len, reverse=True)))})"
@@ -352,7 +352,7 @@ class BareCallParser(ToolCallParser):
     Fences and Python tags around calls are dropped, and so are semicolons between calls.
     """
 
-    def __init__(self, tags: ToolCallTags, offer: Offer, think_end: str = "", enforced: bool = False):
+    def __init__(self, tags: ToolCallTags, offer: ToolOffer, think_end: str = "", enforced: bool = False):
         super().__init__(tags, offer, think_end, enforced)
         name = self._names
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("

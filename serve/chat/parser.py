@@ -15,7 +15,7 @@ from eagle_mlx.text import held_back
 
 from .call_parser import BareCallParser, ToolCallParser
 from .template import ChatFormat
-from .tools import AnswerStates, Offer, ToolCall, ToolOffer, begins_line, leading_tag, safe_length
+from .tools import AnswerStates, ToolCall, ToolOffer, begins_line, leading_tag, safe_length
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"  # the state before the first word
@@ -140,8 +140,7 @@ class AnswerParser:
         offer = offer or ToolOffer()
         tags = format.calls if offer.tools else None
         calls = ToolCallParser if tags is None or tags.start else BareCallParser
-        calling = Offer.of(offer.tools, offer.withheld)
-        self._calls = calls(tags, calling, format.thoughts.think_end, enforced) if tags else None
+        self._calls = calls(tags, offer, format.thoughts.think_end, enforced) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning, continued)
         self._several = offer.several
         self.has_ended = False  # Whether the only allowed call is complete. Text after it is dropped.

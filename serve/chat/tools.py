@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from eagle_mlx.errors import PromptError
@@ -15,6 +16,10 @@ from eagle_mlx.text import held_back
 
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, checked by `serve/api/schema.py`."""
+
+
+NAME = r"[A-Za-z_][\w.-]{0,63}"
+"""A function's name, as OpenAI limits it, and with the periods of nested names."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,18 @@ class ToolOffer:
     def strict(self) -> tuple[Tool, ...]:
         """Optional tools with strict schemas: a call of one must fit its schema."""
         return () if self.forced else tuple(tool for tool in self.tools if tool["function"].get("strict") is True)
+
+    @cached_property
+    def functions(self) -> Mapping[str, Mapping[str, Types]]:
+        """The tools' names, with the names of their parameters and the parameters' types."""
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: _parameter_types(function.get("parameters") or {}) for function in functions}
+
+    def allows(self, name: Any) -> bool:
+        """Return whether a call of this name is one. A name that the model made up is: its client answers that there is
+        no such function, and the model goes on.
+        """
+        return name in self.functions or (name not in self.withheld and bool(re.fullmatch(NAME, name)))
 
     @classmethod
     def of(
@@ -180,8 +197,6 @@ def safe_length(text: str, tags: Sequence[str]) -> int:
 
 
 Types = frozenset[str]  # the JSON types that a schema allows; empty if they are unknown
-NAME = r"[A-Za-z_][\w.-]{0,63}"
-"""A function's name, as OpenAI limits it, and with the periods of nested names."""
 _DEEPEST = 16  # schemas nested deeper have no known type
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALIASES = {
@@ -191,26 +206,6 @@ _ALIASES = {
 """Names of types that tools have although JSON Schema does not."""
 _INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")  # Python refuses to read integers of more than 4,300 digits
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The functions that an answer may call."""
-
-    functions: Mapping[str, Mapping[str, Types]]  # the offered ones, with their parameters and the parameters' types
-    withheld: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, tools: Sequence[Tool], withheld: frozenset[str] = frozenset()) -> Offer:
-        functions = [tool["function"] for tool in tools]
-        types = {function["name"]: _parameter_types(function.get("parameters") or {}) for function in functions}
-        return cls(types, withheld)
-
-    def allows(self, name: Any) -> bool:
-        """Return whether a call of this name is one. A name that the model made up is: its client answers that there is
-        no such function, and the model goes on.
-        """
-        return name in self.functions or (name not in self.withheld and bool(re.fullmatch(NAME, name)))
 
 
 def typed_value(text: str, types: Types) -> Any:

@@ -440,32 +440,19 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("mark", FAMILIES)
-def test_calls_of_other_families_are_the_same_in_every_api(mark: str, tmp_path: Path) -> None:
-    plan = LoadConfig(
-        scripted_target_folder(tmp_path, [Line("names", FAMILIES[mark])], mark=mark), Speculation(mode="ngram")
-    )
-    with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
-        for dialect in DIALECTS:
-            for answer in told(running, dialect, asking(dialect, "x")):
-                assert answer.text == "Let me see."
-                assert [(name, json.loads(given)) for name, given in answer.calls] == [
-                    ("get_weather", json.loads(ROME))
-                ]
-                assert answer.has_ended
+MADE_UP = ("<\uff5ctool▁calls▁begin\uff5c> ```json", "look_outside")  # its client says that there is no such tool
 
 
-def test_a_made_up_tool_is_called_so_that_its_client_can_say_so(tmp_path: Path) -> None:
-    mark = "<\uff5ctool▁calls▁begin\uff5c> ```json"
-    line = Line("names", FAMILIES[mark].replace("get_weather", "look_outside"))
+@pytest.mark.parametrize(("mark", "name"), [*((mark, "get_weather") for mark in FAMILIES), MADE_UP])
+def test_calls_of_other_families_are_the_same_in_every_api(mark: str, name: str, tmp_path: Path) -> None:
+    line = Line("names", FAMILIES[mark].replace("get_weather", name))
     plan = LoadConfig(scripted_target_folder(tmp_path, [line], mark=mark), Speculation(mode="ngram"))
     with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
         for dialect in DIALECTS:
             for answer in told(running, dialect, asking(dialect, "x")):
                 assert answer.text == "Let me see."
-                assert [(name, json.loads(given)) for name, given in answer.calls] == [
-                    ("look_outside", json.loads(ROME))
-                ]
+                assert [(called, json.loads(given)) for called, given in answer.calls] == [(name, json.loads(ROME))]
+                assert answer.has_ended
 
 
 @pytest.fixture(scope="module")
