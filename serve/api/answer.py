@@ -18,7 +18,7 @@ from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
 from .encoding import Encoder
-from .errors import ApiError
+from .errors import SHUTTING_DOWN, ApiError, shutting_down
 from .metrics import stats
 from .model import Loaded
 from .received import Received, client_of, models_of, unless_disconnected
@@ -44,6 +44,8 @@ def failure(outputs: Sequence[Output]) -> ApiError | None:
     for output in outputs:
         if output.error is not None and output.cut_off == TIME:  # a retry would only add to the load
             return ApiError(504, output.error, code="timeout", headers={"x-should-retry": "false"})
+        if output.error == SHUTTING_DOWN:
+            return shutting_down()
         if output.error is not None:
             return ApiError(400 if output.refused else 500, output.error, code="generation_failed")
     return None

@@ -23,6 +23,7 @@ _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "ov
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 NO_THREADS = "thread_unsupported_request"  # Anthropic's client then sends whole conversations
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
+SHUTTING_DOWN = "the server is shutting down"
 MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
@@ -79,6 +80,10 @@ class ApiError(Exception):
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
         details = {"details": {"error_code": self.code}} if self.code == NO_THREADS else {}
         return {"type": "error", "error": {"type": kind, "message": self.to_anthropic or message, **details}}
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, SHUTTING_DOWN, code="draining", headers={"Retry-After": "30"})
 
 
 def client_gone() -> ApiError:

@@ -20,7 +20,7 @@ from eagle_mlx.setting import flag, settings_of
 
 from .. import log
 from ..speculation import AUTO, NO_HEAD
-from .errors import ApiError
+from .errors import ApiError, shutting_down
 from .limits import Pools
 from .model import Loaded
 from .options import LoadConfig, Settings
@@ -90,7 +90,7 @@ class Models:
     def check_open(self) -> None:
         """Raise ApiError 503 if the server takes no requests."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "30"})
+            raise shutting_down()
         if self._starting:
             raise ApiError(503, "the model is being loaded", code="starting", headers={"Retry-After": "5"})
 

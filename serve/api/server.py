@@ -26,7 +26,7 @@ from eagle_mlx.errors import ConfigError
 
 from .. import log
 from . import chat, completions, messages, metrics, responses, routes, schema
-from .errors import add_handlers
+from .errors import SHUTTING_DOWN, add_handlers
 from .guard import KeyGuard, RequestGuard
 from .limits import Limits
 from .models import Models
@@ -284,7 +284,7 @@ class Server(uvicorn.Server):
         if not self.models.idle:
             log.info("drain time is over; ending the remaining requests with an error")
             for service in self.models.services.values():
-                service.worker.abort_all("the server is shutting down")
+                service.worker.abort_all(SHUTTING_DOWN)
         last = monotonic() + _ABORT_SECONDS
         await _until(lambda: monotonic() > last or (self.models.idle and not self._held))
         for connection in self._held:

@@ -33,6 +33,7 @@ from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+ASK = {"role": "user", "content": "x"}
 POISON = 4000
 """A token after which the poisoned model's logits are NaN."""
 
@@ -254,11 +255,24 @@ def test_draining_finishes_requests_in_progress() -> None:
 
 
 def test_draining_ends_after_its_time_limit() -> None:
-    with live(settings=wide(Limits(queue=60), drain_seconds=0.2)) as server, server.slowed(0.05):
+    """A client can send the same request to another server: what is cut is a 503, as what is refused."""
+    settings = wide(Limits(queue=60), drain_seconds=0.2)
+    with live(settings=settings) as server, server.slowed(0.05), ThreadPoolExecutor(3) as pool:
+        whole = [
+            pool.submit(server.http.post, COMPLETIONS, json=LONG),
+            pool.submit(server.http.post, "/v1/responses", json={"input": "x", "max_output_tokens": 500}),
+            pool.submit(server.http.post, "/v1/messages", json={"messages": [ASK], "max_tokens": 500}),
+        ]
+        server.until(lambda: server.service.running == 3)
         held = hold(server, 6)
         server.terminate()
         for stream in held:
-            assert "shutting down" in stream.rest()
+            rest = stream.rest()
+            assert '"code":"draining"' in rest
+            assert "shutting down" in rest
+        for answer in (waiting.result() for waiting in whole):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+            assert answer.json()["error"]["type"] in ("service_unavailable_error", "overloaded_error")
         server.until(lambda: server.server.should_exit, seconds=5)
 
 
