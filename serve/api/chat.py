@@ -179,8 +179,8 @@ class DeltaStream:
         end = self._loaded.chat.thoughts.think_end
         tag = tokenizer.encode(end, add_special_tokens=False) if end else []
         ends = (at + len(tag) for at in range(len(tokens)) if tag and tokens[at : at + len(tag)] == tag)
-        # Without an end tag, the reasoning ends at the end of its text.
-        return next(ends, None) or len(tokenizer.encode(thoughts, add_special_tokens=False))
+        # Without an end tag, the reasoning ends at the end of its text, whose tokens may be others than the model's.
+        return next(ends, None) or min(len(tokens), len(tokenizer.encode(thoughts, add_special_tokens=False)))
 
     @property
     def is_cut(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.serve.api.chat import EncodedChat
+from eagle_mlx.serve.api.chat import DeltaStream, EncodedChat
 from eagle_mlx.serve.api.conversation import PendingParts
 from eagle_mlx.serve.api.messages import MessagesRequest, PendingMessage
 from eagle_mlx.serve.api.responses import PendingResponse
@@ -69,6 +70,23 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
     message = PendingMessage(call, body_of_messages, BODY).answer(chat).response([output])
     kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
+
+
+def test_a_thought_without_its_end_tag_has_at_most_the_tokens_of_the_answer() -> None:
+    loaded = loaded_format("thinking")
+    encode = partial(loaded.tokenizer.encode, add_special_tokens=False)
+    broken = 97  # a token of a part of a character, whose replacement takes three tokens
+    assert len(encode(loaded.tokenizer.decode([broken]))) == 3
+    tokens = [*encode("<think>\n"), *30 * [broken], *encode(CALL)]
+    prepared = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
+    request = RequestState(prepared, tokens=tokens)
+    request.finish("stop")
+    offer = ToolOffer.of([WEATHER, CLOCK])
+    stream = DeltaStream(EncodedChat(BODY, loaded, [request], lambda: AnswerParser(loaded.chat, offer)))
+    output = request.output(loaded.tokenizer)
+    deltas = stream.push(RequestEvent(0, (), output=output))
+    assert [bool(delta.reasoning) for delta in deltas] == [True, False]
+    assert 30 <= stream.thought_tokens(output) <= len(tokens)
 
 
 def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
