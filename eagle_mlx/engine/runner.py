@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from eagle_mlx.engine.admission import Admission, Admit, Fetch, Read
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import Groups
+from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
@@ -187,7 +188,8 @@ class Runner:
     def fail(self, requests: Iterable[RequestState], reason: str | BaseException) -> None:
         """End requests with an error, and drop the batches of which all requests have ended."""
         if isinstance(reason, BaseException):
-            reason = f"the engine failed: {type(reason).__name__}: {reason}"
+            names_files = isinstance(reason, TargetError | OSError)  # clients of a server should not see these
+            reason = f"the engine failed: {type(reason).__name__}" + ("" if names_files else f": {reason}")
         for request in requests:
             request.fail(reason)
         self.admission.remove_ended()

@@ -96,9 +96,9 @@ class Vision:
         if find_spec("mlx_vlm") is None or find_spec("PIL") is None:
             return "images need packages that are not installed: type: pip install 'eagle-mlx[vision]'"
         if not any(name for name, *_ in self._tensors):
-            return f"{self._folder} has no weights of a vision tower, so this model reads only text"
+            return "the model's files have no weights of a vision tower, so it reads only text"
         if self._family.has_axes and len(self._sections) != 3:
-            return f"{self._folder}/config.json has no mrope_section of three numbers, so no image can be read"
+            return "the model's config.json has no mrope_section of three numbers, so no image can be read"
         return None
 
     def read_all(self, sources: Sequence[object], limits: ImageLimits) -> list[ImageTokens]:

@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import eagle_mlx as em
@@ -237,6 +238,34 @@ def test_a_server_that_cannot_read_its_vision_weights_says_so_in_its_log(
             assert str(folder / "model.safetensors") in caplog.text
             caplog.clear()
         answer_of(post(running, dialect, question))
+
+
+def test_a_vision_tower_that_fails_in_the_engine_names_its_folder_only_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+
+    def fail(path: Path, **_: object) -> None:
+        raise ValueError(f"{path}/model.safetensors lacks 3 parameters")
+
+    monkeypatch.setattr("mlx_vlm.utils.load_model", fail)
+    with live(lambda: Loaded(em.Engine(em.load_target(folder)), "none", 0)) as running:
+        answer = post(running, CHAT, [ask(CHAT, A)])
+        assert answer.status_code == 500
+        assert "the engine failed: TargetError" in answer.text
+        assert str(folder) not in answer.text
+        assert f"{folder}/model.safetensors lacks 3 parameters" in caplog.text
+
+
+def test_a_model_without_vision_weights_does_not_name_its_folder(tmp_path: Path) -> None:
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+    weights = mx.load(str(folder / "model.safetensors"))
+    text = {name: value for name, value in weights.items() if "vision" not in name and "projector" not in name}
+    mx.save_safetensors(str(folder / "model.safetensors"), text, metadata={"format": "mlx"})
+    with live(lambda: Loaded(em.Engine(em.load_target(folder)), "none", 0)) as running:
+        message = message_of(post(running, CHAT, [user(shown(CHAT, A))]))
+        assert "no weights of a vision tower" in message
+        assert str(folder) not in message
 
 
 def test_too_many_images_or_tokens_are_refused(seeing: Live) -> None:
