@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, PromptError, in_one_line
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, Group, setting
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, Group, Limit, setting
 from eagle_mlx.vision.spans import mark
 
 Image = Any
@@ -22,6 +22,7 @@ TYPES = ("image", "image_url", "input_image")
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """The formats that OpenAI's and Anthropic's APIs take."""
+_PIXELS = Limit(lambda size: 0 < size <= 178, "must be above 0 and at most 178, the limit of Pillow, not {}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ImageLimits(Group):
 
     images: int = setting(64, "images of a request", AT_LEAST_1, "max_images")
     mb: float = setting(16.0, "size of an image's file", ABOVE_0, "max_image_mb", "MB")
-    megapixels: float = setting(40.0, "size of an image in millions of pixels", ABOVE_0, "max_image_megapixels", "MP")
+    megapixels: float = setting(40.0, "size of an image in millions of pixels", _PIXELS, "max_image_megapixels", "MP")
     tokens: int = setting(262_144, "tokens of all images of a request together", AT_LEAST_1, "max_image_tokens")
     """By default, the longest context of these models: a session of many screenshots ends there at the earliest."""
     formats: str = setting(",".join(_FORMATS), "formats of images, separated by commas", None, "image_formats", "LIST")

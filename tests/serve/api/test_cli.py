@@ -69,6 +69,7 @@ def test_a_target_is_served_with_the_head_found_for_it(
         (["--request-seconds", "0"], "--request-seconds"),
         (["--max-body-mb", "0"], "--max-body-mb"),
         (["--max-body-mb", "inf"], "--max-body-mb"),
+        (["--max-image-megapixels", "179"], "at most 178"),  # Pillow refuses larger ones
         (["--port", "65536"], "--port"),
         (["--host", "256.0.0.1"], "cannot listen"),
         (["--api-key", ""], "--api-key"),
