@@ -31,6 +31,7 @@ B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=ChoicesRequest)
 _UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
 """Characters of field names that a header or a log line may not take as they are."""
+_CONVERSATIONS = ("messages", "input")
 _MOST_NAMED = 20  # ignored fields to name per request: a header has room for them
 _NO_OBJECT = ("model_type", "model_attributes_type")  # error types whose messages name our classes
 Owner = tuple[str, str]  # a client, and the namespace of its prefix cache
@@ -152,7 +153,7 @@ def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]
     strict: whether to refuse them. Raises ApiError 400 that names the field.
     """
     try:
-        fields = _with_integers(_unpacked(_parsed(body)))
+        fields: dict[str, Any] = _with_integers(_unpacked(_parsed(body)))
     except ValueError as e:
         raise ApiError(400, f"the body is not valid JSON: {e}") from e
     try:
@@ -190,9 +191,14 @@ def _unpacked(fields: Any) -> dict[str, Any]:
     return fields | extra
 
 
-def _with_integers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with whole numbers as integers, as JSON Schema understands them: some clients write 40.0."""
-    return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in fields.items()}
+def _with_integers(value: Any) -> Any:
+    """Return a value with whole numbers as integers, as JSON Schema understands them: some clients write 40.0.
+    Conversations stay as they are, because the arguments of calls are the model's own text."""
+    if isinstance(value, dict):
+        return {name: x if name in _CONVERSATIONS else _with_integers(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_integers, value))
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["ignore"] | None = None) -> B:

@@ -17,6 +17,8 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.serve.api.conversation import Names
 from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.messages import MessagesRequest
+from eagle_mlx.serve.api.received import read
 from tests.full import some
 from tests.serve.api.live import NAME, Live, live, wide
 
@@ -296,6 +298,26 @@ def test_whole_numbers_may_be_written_as_floats(server: Live, path: str) -> None
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [4, 4]
     status, error = post(server, path, body | {"top_k": 4.5})
     assert (status, error["param"]) == (400, "top_k")
+
+
+def test_whole_numbers_inside_objects_may_be_floats_too(server: Live) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1.0, "maxItems": 2.0}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for path, body in [
+        (COMPLETIONS, {"prompt": [5.0, 6.0], "max_tokens": 2, "stop_token_ids": [7.0]}),
+        (CHAT, {"messages": USER, "max_tokens": 2, "response_format": form}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024.0}}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2, "reasoning": {"max_tokens": 9.0}}),
+    ]:
+        answer = server.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_the_arguments_of_earlier_calls_stay_as_they_were(server: Live) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1.0}}
+    turns = [*USER, {"role": "assistant", "content": [call]}]
+    body, _ = read(MessagesRequest, json.dumps({"messages": turns, "max_tokens": 2.0}).encode())
+    assert repr(body.messages[1].content[0].input) == "{'x': 1.0}"  # type: ignore[union-attr]
 
 
 def test_harmless_fields_are_taken(server: Live) -> None:
