@@ -18,7 +18,7 @@ from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
 from .encoding import Encoder
-from .errors import SHUTTING_DOWN, ApiError, shutting_down
+from .errors import SHUTTING_DOWN, ApiError, shutting_down, timed_out
 from .metrics import stats
 from .model import Loaded
 from .received import Received, client_of, models_of, unless_disconnected
@@ -42,8 +42,8 @@ def named_event(fields: dict[str, Any]) -> str:
 def failure(outputs: Sequence[Output]) -> ApiError | None:
     """Return the error of the first request that failed."""
     for output in outputs:
-        if output.error is not None and output.cut_off == TIME:  # a retry would only add to the load
-            return ApiError(504, output.error, code="timeout", headers={"x-should-retry": "false"})
+        if output.error is not None and output.cut_off == TIME:
+            return timed_out()
         if output.error == SHUTTING_DOWN:
             return shutting_down()
         if output.error is not None:
@@ -284,7 +284,11 @@ async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encod
 
 async def _begin(received: Received[Any], pending: PendingAnswer) -> Answer:
     call = pending.call
-    answer = await pending.prepare(received, await models_of(received.http).loaded(call.service))
+    try:
+        async with asyncio.timeout(call.service.settings.limits.request_seconds):
+            answer = await pending.prepare(received, await models_of(received.http).loaded(call.service))
+    except TimeoutError as e:
+        raise timed_out() from e
     call.submit(answer.requests, received.body.answer_seconds)
     return answer
 

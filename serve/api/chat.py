@@ -217,7 +217,7 @@ def render_chat(body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bo
         wishes["reasoning_effort"] = _EFFORTS[effort]
     arguments = wishes | (body.chat_template_kwargs or {})
     messages, pictures = body.plain_messages()
-    messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits)
+    messages, images = pictures.read(messages, vision := loaded.target.vision, loaded.image_limits, encode.check)
     seen = list(filter(body.is_seen, offer.tools))
     chat = loaded.chat.chat(messages, seen, arguments, bool(body.continue_final_message))
     whole: Encode = encode

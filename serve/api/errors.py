@@ -24,6 +24,7 @@ _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "ov
 NO_THREADS = "thread_unsupported_request"  # Anthropic's client then sends whole conversations
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 SHUTTING_DOWN = "the server is shutting down"
+NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input
 
 ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
@@ -84,6 +85,11 @@ class ApiError(Exception):
 
 def shutting_down() -> ApiError:
     return ApiError(503, SHUTTING_DOWN, code="draining", headers={"Retry-After": "30"})
+
+
+def timed_out() -> ApiError:
+    # A retry would only add to the load.
+    return ApiError(504, NO_TOKEN, code="timeout", headers={"x-should-retry": "false"})
 
 
 def client_gone() -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_serializer
@@ -112,18 +112,19 @@ class Pictures:
         self._question = len(parts) - 1
 
     def read(
-        self, messages: Sequence[dict[str, Any]], vision: Vision | None, limits: ImageLimits
+        self, messages: Sequence[dict[str, Any]], vision: Vision | None, limits: ImageLimits, check: Callable[[], None]
     ) -> tuple[list[dict[str, Any]], list[ImageTokens]]:
         """Return messages with marks for the images that were read, and these. A note takes the place of others.
 
         Raises ApiError 400 if the newest message has an image that cannot be read, or, if the model reads only text, if
-        it ends with one.
+        it ends with one; and what `check` raises, which is called before each image.
         """
         if not self._images:
             return list(messages), []
         problem = "this server reads only text" if vision is None else vision.problem
         read, texts = list[ImageTokens](), list[str]()
         for index, (part, where) in enumerate(self._images):
+            check()
             is_new = where.startswith(self._newest)
             try:
                 if problem is not None or vision is None:

@@ -27,7 +27,7 @@ from eagle_mlx.request_state import RequestState
 
 from .. import log
 from ..learning.learner import Learner
-from .errors import ApiError
+from .errors import NO_TOKEN, ApiError
 from .model import Loaded
 
 T = TypeVar("T")
@@ -35,7 +35,6 @@ _DIED = "the engine's thread died"
 
 TIME = "time"  # `Output.cut_off` of a request that took too long
 EXIT_SECONDS = 4.0  # time to send errors after the engine is lost; then the process exits
-_NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class Worker:
             return
         for slot in overdue:
             begun = any(request.tokens for request in slot.job.requests)
-            engine.cut_off(slot.request, TIME, None if begun else _NO_TOKEN)
+            engine.cut_off(slot.request, TIME, None if begun else NO_TOKEN)
         self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:

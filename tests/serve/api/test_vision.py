@@ -7,19 +7,22 @@ import zlib
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.serve.api.chat import render_chat
+from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.vision import tower
 from eagle_mlx.vision.images import ImageLimits, decode
 from tests.serve.api.dialects import CHAT, MESSAGES, RESPONSES, Dialect
-from tests.serve.api.live import DEPTH, Live, live
+from tests.serve.api.live import DEPTH, Live, live, wide
 from tests.serve.api.test_histories import DIALECTS, called, post, prompt_tokens, text, user
 from tests.vision_targets import data_url, picture, vision_folder
 
@@ -266,6 +269,33 @@ def test_a_model_without_vision_weights_does_not_name_its_folder(tmp_path: Path)
         message = message_of(post(running, CHAT, [user(shown(CHAT, A))]))
         assert "no weights of a vision tower" in message
         assert str(folder) not in message
+
+
+def test_the_time_limit_of_a_request_holds_while_images_are_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = vision_folder(tmp_path / "mistral3", "mistral3")
+    over, decoded, ended = Event(), list[bytes](), Event()
+
+    def slow(data: bytes, limits: ImageLimits) -> Any:
+        decoded.append(data)
+        assert over.wait(20)
+        return decode(data, limits)
+
+    def render(*args: Any) -> Any:
+        try:
+            return render_chat(*args)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(tower, "decode", slow)
+    monkeypatch.setattr("eagle_mlx.serve.api.chat.render_chat", render)
+    with live(lambda: Loaded(em.Engine(em.load_target(folder)), "none", 0), wide(Limits(request_seconds=0.3))) as it:
+        answer = post(it, CHAT, [ask(CHAT, A, B)])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        over.set()
+        assert ended.wait(20)
+        assert decoded == [A], "the rest is not prepared for nobody"
 
 
 def test_too_many_images_or_tokens_are_refused(seeing: Live) -> None:
