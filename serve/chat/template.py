@@ -259,6 +259,7 @@ def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
 def _check_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := sorted(kwargs.keys() & _RESERVED):
         raise PromptError.at("chat_template_kwargs", f"{reserved[0]!r} cannot be set by a request")
-    if not isinstance(kwargs.get("add_generation_prompt", True), bool):
-        raise PromptError.at("chat_template_kwargs", "add_generation_prompt must be true or false")
+    for name in ("add_generation_prompt", "enable_thinking"):
+        if kwargs.get(name) not in (None, True, False):
+            raise PromptError.at("chat_template_kwargs", f"{name} must be true or false")
     return kwargs

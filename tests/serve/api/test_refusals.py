@@ -142,6 +142,12 @@ def still_serves(server: Live) -> None:
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string"),
         (CHAT, {"messages": [calling({"name": "f", "arguments": 3})]}, ARGUMENTS, "string"),
         (CHAT, {"messages": USER, "chat_template_kwargs": [1]}, "chat_template_kwargs", "dict"),
+        (
+            CHAT,
+            {"messages": USER, "chat_template_kwargs": {"enable_thinking": "false"}},
+            "chat_template_kwargs",
+            "true or false",
+        ),
         (CHAT, formed({"type": "xml"}), "response_format.type", "json_object"),
         (CHAT, formed({"type": "json_object", "schema": []}), "response_format.schema", "dict"),
         (CHAT, formed({"type": "json_schema"}), "response_format.json_schema", "must be an object"),
