@@ -195,8 +195,8 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
     top_logprobs: Literal[0] | None = None
     conversation: None = None
     prompt: None = None
-    max_tool_calls: None = None
     # Ignored: these concern OpenAI's own servers.
+    max_tool_calls: int | None = None
     client_metadata: dict[str, Any] | None = None
 
 

@@ -342,8 +342,8 @@ class ChatRequest(ChatExtensions, ChoicesRequest):
     thinking_budget: int | None = Field(None, ge=0)
     thinking_token_budget: int | None = Field(None, ge=0)  # vLLM's name of the same
     verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Any = None  # ignored: it changes no text, and n-grams draft from the prompt, which mostly has it too
     audio: None = None
-    prediction: None = None
     functions: None = None
     function_call: None = None
     web_search_options: None = None

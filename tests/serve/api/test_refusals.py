@@ -338,7 +338,11 @@ def test_harmless_fields_are_taken(server: Live) -> None:
         "n": None,
     }
     body = {"messages": USER, "max_tokens": 1, "parallel_tool_calls": True, "tool_choice": "auto", **harmless}
-    assert server.http.post(CHAT, json=body).status_code == 200
+    predicted = {"type": "content", "content": [{"type": "text", "text": "def f(x):"}]}
+    assert server.http.post(CHAT, json=body | {"prediction": predicted}).status_code == 200
+    answer = server.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1, "max_tool_calls": 3})
+    assert answer.status_code == 200, "it limits tools that OpenAI runs"
+    assert "x-ignored-fields" not in answer.headers
 
 
 def test_keys(guarded: Live) -> None:
