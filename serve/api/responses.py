@@ -16,7 +16,7 @@ from eagle_mlx.request import Output
 from ..chat import Delta
 from .answer import dumps, named_event, respond
 from .chat import EncodedChat
-from .conversation import PartsAnswer, PendingParts, counted
+from .conversation import BareTool, PartsAnswer, PendingParts, counted
 from .errors import ERRORS, EVENTS, ApiError, documented
 from .metrics import stats
 from .received import Received, client_of, key_of, models_of, receive
@@ -210,6 +210,7 @@ class ResponseAnswer(PartsAnswer):
 def _settings(body: ResponsesRequest) -> dict[str, Any]:
     """Return the settings of a request as its response repeats them."""
     form, choice = body.text.format if body.text is not None else None, body.tool_choice or "auto"
+    tools = [tool for tool in body.tools or () if not isinstance(tool, BareTool)]  # the others are not offered
     return {
         **body.model_dump(include={"instructions", "max_output_tokens", "previous_response_id"}),
         "metadata": body.metadata or {},
@@ -218,7 +219,7 @@ def _settings(body: ResponsesRequest) -> dict[str, Any]:
         "store": body.store is not False,
         "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-        "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in body.tools or ()],
+        "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in tools],
     }
 
 

@@ -187,6 +187,8 @@ def test_other_kinds_of_tools_become_functions(caller: Live) -> None:
     assert (clock["type"], clock["name"], clock["namespace"]) == ("function_call", "clock", "mcp__time")
     chosen = fields | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "seed": 1, "temperature": 0.2}
     answer = ask(caller, **chosen)
+    assert [tool["type"] for tool in answer["tools"]] == ["custom", "namespace"], "a search needs further fields"
+    Response.model_validate(answer)
     items = streamed(events(caller, **chosen))
     assert alike(items) == alike(answer["output"])
     # Both are sent back, each with its output.
