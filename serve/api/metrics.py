@@ -50,8 +50,8 @@ _SERVICE: _Numbers[Service] = (
     (_GAUGE, "eagle:rows_max", "Requests that can decode at once", lambda s: s.source.max_batch),
     (_GAUGE, "eagle:queue", "Requests in the queue", lambda s: s.waiting),
     (_GAUGE, "eagle:loaded", "1 while the model is in memory", lambda s: s.loaded is not None),
+    (_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),
 )
-_SHARED: _Numbers[Service] = ((_GAUGE, "eagle:ranks", "Processes that share the model", lambda s: s.ranks),)
 _LOADED: _Numbers[Loaded] = (
     (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda x: x.engine.pauses),
     (_COUNTER, "eagle:draft_failures", "Rounds in which the proposer raised", lambda x: x.engine.draft_failures),
@@ -126,7 +126,6 @@ class ServerCollector(Collector):
                 taus.add_metric([name, str(version)], tau)
         if learning:
             yield taus
-        yield from _families(_SHARED, {name: service for name, service in services.items() if service.ranks > 1})
         for name, text, label, counts in _BY_LABEL:
             counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
             for model, total in totals.items():
