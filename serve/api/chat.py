@@ -152,7 +152,7 @@ class DeltaStream:
     def __init__(self, chat: EncodedChat):
         self._loaded = chat.loaded
         self._text = TextStream(chat.loaded.tokenizer, chat.body.stops)
-        self._reader = chat.reader()
+        self.reader = chat.reader()
         self._has_calls = False
         self._reasoning = list[str]()
         self._only_reasons = True
@@ -160,10 +160,10 @@ class DeltaStream:
     def push(self, event: RequestEvent) -> list[Delta]:
         output = event.output
         if output is None:
-            deltas = self._reader.push(self._text.push(event.tokens, event.texts))
+            deltas = self.reader.push(self._text.push(event.tokens, event.texts))
         else:
-            deltas = self._reader.push(self._text.finish(output.text))
-            deltas += self._reader.finish(output.finish_reason == "stop" and not output.stop)
+            deltas = self.reader.push(self._text.finish(output.text))
+            deltas += self.reader.finish(output.finish_reason == "stop" and not output.stop)
         self._has_calls |= any(delta.tool_call is not None for delta in deltas)
         self._reasoning += [delta.reasoning for delta in deltas]
         self._only_reasons &= all(delta.reasoning for delta in deltas)
@@ -182,14 +182,9 @@ class DeltaStream:
         # Without an end tag, the reasoning ends at the end of its text, whose tokens may be others than the model's.
         return next(ends, None) or min(len(tokens), len(tokenizer.encode(thoughts, add_special_tokens=False)))
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the last call was cut off, once the answer has ended."""
-        return self._reader.has_open_call
-
     def finish_reason(self, output: Output) -> str:
         """Return `tool_calls` only if the client can run them."""
-        may_run = self._has_calls and not self.is_cut and output.finish_reason == "stop"
+        may_run = self._has_calls and not self.reader.has_open_call and output.finish_reason == "stop"
         return "tool_calls" if may_run else output.finish_reason
 
 

@@ -103,7 +103,7 @@ def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, most: int = 100) -> str:
     """Return at most `most` characters of a text, plus "..." if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."
 

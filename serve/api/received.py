@@ -108,7 +108,7 @@ async def receive(request: Request, kind: type[B]) -> Received[B]:
     is_long = len(content) >= limits.long_bytes or has_more_containers(content, limits.long_containers)
     body, ignored = await _in_turn(request, is_long, parse)
     if ignored:
-        names = ", ".join(_UNUSUAL.sub("?", _short(name)) for name in ignored[:_MOST_NAMED])
+        names = ", ".join(_UNUSUAL.sub("?", shortened(name)) for name in ignored[:_MOST_NAMED])
         request.state.ignored_fields = names  # for the header that `guard.RequestGuard` adds
         log_once(f"{request.url.path}: ignored unknown fields: {names}; --strict-fields refuses them")
     return Received(request, body, is_long)
@@ -186,7 +186,7 @@ def _unpacked(fields: Any) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise ApiError(400, "extra_body: input should be an object", "extra_body")
     if twice := sorted(name for name in extra.keys() & fields.keys() if extra[name] != fields[name]):
-        name = _short(twice[0])
+        name = shortened(twice[0])
         raise ApiError(400, f"extra_body.{name} differs from {name}; send one of them", f"extra_body.{name}")
     return fields | extra
 
@@ -216,7 +216,7 @@ def _details(error: ValidationError) -> list[ErrorDetails]:
 def _explained(details: list[ErrorDetails], fields: dict[str, Any]) -> ApiError:
     """Report the first invalid field; of several ways to parse it, the one that got furthest."""
     about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
-    kind, path = about["type"], _short(_path(about["loc"], fields, about["type"] == "missing"))
+    kind, path = about["type"], shortened(_path(about["loc"], fields, about["type"] == "missing"))
     if kind == "none_required":
         return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
     if kind == "extra_forbidden":
@@ -241,7 +241,3 @@ def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
     last = detail["loc"][-1]
     depth = sum(not str(step).startswith("<") for step in detail["loc"])  # the others are tags of `ByType`
     return depth, last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
-
-
-def _short(name: str) -> str:
-    return shortened(name, 100)

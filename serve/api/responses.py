@@ -187,7 +187,7 @@ class ResponseAnswer(PartsAnswer):
         part = self.parts[index]
         if part.tool_call is not None:
             item = self._functions.called(part.tool_call)
-            status = "completed" if status == "incomplete" and not self._deltas.is_cut else status
+            status = "completed" if status == "incomplete" and not self._deltas.reader.has_open_call else status
         elif thought := part.reasoning:
             item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]}
             if "reasoning.encrypted_content" in (self._form.body.include or ()):
