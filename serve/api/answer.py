@@ -35,7 +35,6 @@ def data_event(fields: dict[str, Any]) -> str:
 
 
 def named_event(fields: dict[str, Any]) -> str:
-    """Return a server-sent event named after its type."""
     return f"event: {fields['type']}\n{data_event(fields)}"
 
 

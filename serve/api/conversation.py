@@ -161,7 +161,6 @@ class PendingParts(PendingAnswer):
     """The answer in parts of a request that was translated to a chat."""
 
     def __init__(self, call: Call, chat: ChatRequest, names: Names, options: EventFormat | None = None):
-        """names: renames the fields in errors."""
         super().__init__(call, options)
         self._chat, self._names = chat, names
 

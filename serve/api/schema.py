@@ -127,8 +127,6 @@ class Extensions(Body):
 
 
 class ChatExtensions(Extensions):
-    """Fields of chats in each API."""
-
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     """Whether the answer continues the last message, of the assistant. By default it does if the API says so."""
