@@ -31,7 +31,7 @@ B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=ChoicesRequest)
 _UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
 """Characters of field names that a header or a log line may not take as they are."""
-_CONVERSATIONS = ("messages", "input")
+_AS_SENT = ("messages", "input", "prompt", "tokens")
 _MOST_NAMED = 20  # ignored fields to name per request: a header has room for them
 _NO_OBJECT = ("model_type", "model_attributes_type")  # error types whose messages name our classes
 Owner = tuple[str, str]  # a client, and the namespace of its prefix cache
@@ -193,9 +193,9 @@ def _unpacked(fields: Any) -> dict[str, Any]:
 
 def _with_integers(value: Any) -> Any:
     """Return a value with whole numbers as integers, as JSON Schema understands them: some clients write 40.0.
-    Conversations stay as they are, because the arguments of calls are the model's own text."""
+    Conversations stay as they are, because calls' arguments are the model's own text, and so do lists of tokens."""
     if isinstance(value, dict):
-        return {name: x if name in _CONVERSATIONS else _with_integers(x) for name, x in value.items()}
+        return {name: x if name in _AS_SENT else _with_integers(x) for name, x in value.items()}
     if isinstance(value, list):
         return list(map(_with_integers, value))
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value

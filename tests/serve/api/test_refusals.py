@@ -310,7 +310,7 @@ def test_whole_numbers_inside_objects_may_be_floats_too(server: Live) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1.0, "maxItems": 2.0}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for path, body in [
-        (COMPLETIONS, {"prompt": [5.0, 6.0], "max_tokens": 2, "stop_token_ids": [7.0]}),
+        (COMPLETIONS, {"prompt": [5, 6], "max_tokens": 2, "stop_token_ids": [7.0]}),
         (CHAT, {"messages": USER, "max_tokens": 2, "response_format": form}),
         ("/v1/messages", {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024.0}}),
         ("/v1/responses", {"input": "x", "max_output_tokens": 2, "reasoning": {"max_tokens": 9.0}}),
