@@ -23,6 +23,7 @@ _MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "ov
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 NO_THREADS = "thread_unsupported_request"  # Anthropic's client then sends whole conversations
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that leaves no room for an answer
 SHUTTING_DOWN = "the server is shutting down"
 NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 MOST_CHARACTERS = 4000  # of a message: enough for all routes and a long reason, and a bound on quoted client input

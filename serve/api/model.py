@@ -20,7 +20,7 @@ from .. import log
 from ..chat import ChatFormat, Grammars
 from ..learning.learner import Learner
 from ..speculation import PolicyName, Speculation
-from .errors import ApiError
+from .errors import TOO_LONG, ApiError
 from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import ChoicesRequest
@@ -210,6 +210,6 @@ def check_context(prompt: int, loaded: Loaded, param: str) -> None:
     if prompt >= context:
         # Both APIs' words, which tell agents to shorten the conversation. Copilot CLI knows only `prompt is too long`.
         here = f"this model's maximum context length is {context} tokens, and the prompt is too long: it has {prompt}"
-        error = ApiError(400, f"{here}; shorten it", param, "context_length_exceeded")
+        error = ApiError(400, f"{here}; shorten it", param, TOO_LONG)
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

@@ -17,14 +17,17 @@ from ..chat import Delta
 from .answer import dumps, named_event, respond
 from .chat import EncodedChat
 from .conversation import BareTool, PartsAnswer, PendingParts, counted
-from .errors import ERRORS, EVENTS, ApiError, documented
+from .errors import ERRORS, EVENTS, TOO_LONG, ApiError, documented
 from .metrics import stats
+from .model import Loaded
 from .received import Received, client_of, key_of, models_of, receive
 from .responses_request import Functions, Item, ItemReference, ResponsesRequest, chat_request, input_items, sealed
 from .schema import SERVICE_TIER, ChatRequest
 from .service import Call
 from .stored import ResponseMemory, StoredResponse
 
+Conversation = tuple[ChatRequest, Functions, Sequence[Item], Sequence[bytes]]
+"""A chat, the functions it offers, its items, and those to store."""
 Keep = Callable[[dict[str, Any]], None]
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -45,15 +48,29 @@ def _content(part: Delta) -> tuple[str, str, dict[str, Any]]:
 class PendingResponse(PendingParts):
     """Numbers the events of a response, from its beginning on."""
 
-    def __init__(self, call: Call, body: ResponsesRequest, chat: ChatRequest, functions: Functions, keep: Keep):
+    def __init__(self, call: Call, body: ResponsesRequest, conversation: Conversation, keep: Keep):
         """keep: stores the response, unless `store` is false."""
-        super().__init__(call, chat, functions.names, body.stream_options)
-        self.body, self.functions = body, functions
-        self.keep = keep
+        chat, self.functions, self._items, _ = conversation
+        super().__init__(call, chat, self.functions.names, body.stream_options)
+        self.body, self.keep = body, keep
         self._settings = _settings(body) | body.model_dump(include={"temperature", "top_p"})
         """Until the model is loaded, only what the client gave."""
         self._number = -1  # the last event's; before the first, -1
         self._is_over = False  # whether the last event was written, which may be in the buffer of a slow reader
+
+    async def prepare(self, received: Received[Any], loaded: Loaded) -> PartsAnswer:
+        """Make the engine requests. With `truncation`, leave out the earliest 1, 2, 4, ... turns of a conversation that
+        exceeds the context: by ever more, so that most later requests begin alike, for the prefix cache."""
+        dropped, limits = 0, self.call.service.settings.limits
+        while True:
+            try:
+                return await super().prepare(received, loaded)
+            except ApiError as e:
+                rest = _without_turns(self._items, max(1, dropped))
+                if e.code != TOO_LONG or self.body.truncation != "auto" or len(rest) == len(self._items):
+                    raise
+            dropped, self._items = max(1, 2 * dropped), rest
+            self._chat = await received.in_turn(lambda: chat_request(self.body, self._items, self.functions, limits))
 
     def answer(self, chat: EncodedChat) -> ResponseAnswer:
         params = chat.requests[0].params
@@ -104,9 +121,18 @@ class PendingResponse(PendingParts):
             "output": [],
             **self._settings,
             "service_tier": SERVICE_TIER,
-            "truncation": "disabled",
+            "truncation": self.body.truncation or "disabled",
             "usage": None,
         }
+
+
+def _without_turns(items: Sequence[Item], count: int) -> Sequence[Item]:
+    """Return a conversation from a later question of the user on, with all system messages. The last question stays."""
+    roles = [getattr(item, "role", None) for item in items]  # None for items that are no messages
+    starts = [at for at, role in enumerate(roles) if role == "user"]
+    start = starts[min(count, len(starts) - 1)] if starts else 0
+    rules = [items[at] for at in range(start) if roles[at] in ("system", "developer")]
+    return [*rules, *items[start:]]
 
 
 class ResponseAnswer(PartsAnswer):
@@ -233,9 +259,6 @@ def memory_of(request: Request) -> ResponseMemory:
     return memories.setdefault(key_of(request) or "", ResponseMemory(limits.responses, limits.response_bytes))
 
 
-Conversation = tuple[ChatRequest, Functions, Sequence[bytes]]  # a chat, the functions it offers, and items to store
-
-
 async def _conversation(request: Request) -> tuple[Received[ResponsesRequest], Conversation]:
     memory = memory_of(request)
     received = await receive(request, ResponsesRequest)
@@ -263,7 +286,7 @@ async def _conversation(request: Request) -> tuple[Received[ResponsesRequest], C
         added = (dumps(item.model_dump(exclude_unset=True)).encode() for item in new)
         kept = [*earlier, *added] if body.store is not False else ()
         items = [*map(_ITEM.validate_json, earlier), *new]
-        return chat_request(body, items, functions, limits), functions, kept
+        return chat_request(body, items, functions, limits), functions, items, kept
 
     return received, await received.in_turn(read)
 
@@ -271,19 +294,19 @@ async def _conversation(request: Request) -> tuple[Received[ResponsesRequest], C
 @router.post("/v1/responses", responses=documented(*ERRORS, **EVENTS))
 async def responses(request: Request) -> Response:
     """Return the next turn of a conversation, for clients of OpenAI's newer API."""
-    received, (chat, functions, kept) = await _conversation(request)
+    received, conversation = await _conversation(request)
     service = models_of(request).named(received.body.model)
 
     def keep(response: dict[str, Any]) -> None:
-        memory_of(request).store(response["id"], StoredResponse.of(response, kept, client_of(request)))
+        memory_of(request).store(response["id"], StoredResponse.of(response, conversation[-1], client_of(request)))
 
-    return await respond(received, service, lambda call: PendingResponse(call, received.body, chat, functions, keep))
+    return await respond(received, service, lambda call: PendingResponse(call, received.body, conversation, keep))
 
 
 @router.post("/v1/responses/input_tokens", responses=documented(*ERRORS))
 async def input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
-    received, (chat, functions, _) = await _conversation(request)
+    received, (chat, functions, *_) = await _conversation(request)
     return await counted(received, chat, functions.names, object="response.input_tokens")
 
 

@@ -188,7 +188,7 @@ class ResponsesRequest(ChatExtensions, OpenAIRequest):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
     stream_options: EventFormat | None = None
     include: Many[Included] | None = None

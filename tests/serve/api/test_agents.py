@@ -325,7 +325,7 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "is not stored"),
         ({"input": "x", "conversation": "conv_0"}, "conversation", "not supported"),
         ({"input": "x", "background": True}, "background", "False"),
-        ({"input": "x", "truncation": "auto"}, "truncation", "disabled"),
+        ({"input": "x", "truncation": "last"}, "truncation", "disabled"),
         ({"input": "x", "top_logprobs": 2}, "top_logprobs", "0"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include[0]", "should be"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "greater"),

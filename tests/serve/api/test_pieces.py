@@ -59,7 +59,7 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Outp
     call = Call(Service(wide(), ModelSource("tiny", lambda: chat.loaded)), 1, "")
     pairs: list[tuple[Callable[[], PendingParts], Any]] = [
         (lambda: PendingMessage(call, body_of_messages, BODY), blocks_of),
-        (lambda: PendingResponse(call, body, BODY, Functions(), lambda _: None), items_of),
+        (lambda: PendingResponse(call, body, (BODY, Functions(), (), ()), lambda _: None), items_of),
     ]
     for make, put_together in pairs:
         writer, other = make().answer(chat), make().answer(chat)

@@ -19,7 +19,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.stored import ResponseMemory, StoredResponse
 from tests.full import diagonal
 from tests.serve.api.given import TARGET
-from tests.serve.api.live import NAME, Live, engine, live, wide
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.chat.formats import CLOCK, WEATHER
 
 URL, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -399,3 +399,28 @@ def test_embeddings_are_refused_with_an_alternative(server: Live) -> None:
     with pytest.raises(openai.InternalServerError, match="llama-server --embedding") as raised:
         server.openai.embeddings.create(model=NAME, input="x")
     assert raised.value.status_code == 501
+
+
+def test_truncation_drops_the_earliest_turns_of_what_exceeds_the_context() -> None:
+    """As OpenAI's Agents SDK asks for it. Instructions stay, and a question that is too long alone is refused."""
+    question = "def f(x): return x + 1; " * 3
+    turns = [{"role": role, "content": f"{n} {question}"} for n in range(12) for role in ("user", "assistant")]
+    system, last = {"role": "developer", "content": "be brief"}, {"role": "user", "content": "now?"}
+    fields = {"instructions": "rules", "max_output_tokens": 2, "temperature": 0.0}
+    with live(lambda: Loaded(engine(context=512), "ngram", DEPTH)) as server:
+        whole = {"input": [turns[0], system, *turns[1:], last], **fields}
+        refused = server.http.post(URL, json=whole)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        answer = ask(server, **whole, truncation="auto")
+        assert answer["truncation"] == "auto"
+        used = answer["usage"]["input_tokens"]
+        assert used < 512
+        counts = [ask(server, **fields, input=[system, *turns[2 * n :], last], store=False) for n in (8,)]
+        assert [count["usage"]["input_tokens"] for count in counts] == [used]
+        later = ask(server, **fields, input=[last], previous_response_id=answer["id"], truncation="auto")
+        assert 0 < later["usage"]["input_tokens"] < 512
+        huge = {"role": "user", "content": question * 60}
+        for conversation in ([huge], [*turns, huge]):
+            refused = server.http.post(URL, json={**fields, "input": conversation, "truncation": "auto"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert ask(server, **fields, input=[last], truncation="auto")["usage"]["input_tokens"] < used
