@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,30 +81,20 @@ def _taus(axes: Axes, rows: Sequence[Row], **style: Any) -> None:
     axes.errorbar(tokens, taus, errors, marker="o", capsize=3, **style)
 
 
-def _curves(
-    axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False, **looks: Any
-) -> None:
-    """Plot curves against tokens, with a legend if there are several. Noisy ones are gray, with their average."""
-    tokens = [row["tokens"] for row in rows]
-    for (name, values), color in zip(curves.items(), _colors(len(curves)), strict=True):
-        if noisy:
-            axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
-        axes.plot(tokens, smooth(values) if noisy else values, color=color, label=name)
-    axes.set(xlabel="tokens", **looks)
-    if len(curves) > 1:
-        _legend(axes, len(curves))
-
-
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:
-    looks = {"title": "Training loss", "ylabel": "weighted mean over the draft steps"}
-    _curves(axes, rows, {"loss": [row["loss"] for row in rows]}, noisy=True, **looks)
+    tokens, losses = ([row[key] for row in rows] for key in ("tokens", "loss"))
+    axes.plot(tokens, losses, color="#bbbbbb", linewidth=0.8)
+    axes.plot(tokens, smooth(losses), color=_colors(1)[0])
+    axes.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
 
 
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
-    steps = zip(*(row["accuracy_by_step"] for row in rows), strict=True)
-    curves = {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)}
-    looks: dict[str, Any] = {"title": "Accuracy by draft step", "ylabel": "head's best token is the target's"}
-    _curves(axes, rows, curves, ylim=(0, 1), **looks)
+    tokens, steps = [row["tokens"] for row in rows], [*zip(*(row["accuracy_by_step"] for row in rows), strict=True)]
+    for step, (values, color) in enumerate(zip(steps, _colors(len(steps)), strict=True), 1):
+        axes.plot(tokens, smooth(values), color=color, label=f"draft step {step}")
+    axes.set(title="Accuracy by draft step", xlabel="tokens", ylabel="head's best token is the target's", ylim=(0, 1))
+    if len(steps) > 1:
+        _legend(axes, len(steps))
 
 
 def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
@@ -133,29 +121,6 @@ def _length(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set(title=title, xlabel="tokens", ylabel="tokens per target forward", ylim=(0.9, None))
 
 
-def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
-    keys = {"AdamW": "learning_rate", "Muon": "muon_learning_rate"}
-    curves = {name: [row[key] or math.nan for row in rows] for name, key in keys.items() if key in rows[0]}
-    _curves(axes, rows, curves, title="Learning rate", yscale="log")
-
-
-def _speed(axes: Axes, rows: Sequence[Row]) -> None:
-    looks = {"title": "Training speed, without evaluations", "ylabel": "tokens/s"}
-    _curves(axes, rows, {"speed": interval_speeds(rows)}, noisy=True, ylim=(0, None), **looks)
-
-
-def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    keys = {"process, peak": "process_peak", "MLX, peak": "peak", "MLX, between steps": "active"}
-    curves = {name: [row["memory_gb"][key] for row in rows] for name, key in keys.items()}
-    _curves(axes, rows, curves, title="Memory", ylabel="GB", ylim=(0, None))
-
-
-def interval_speeds(rows: Sequence[Row]) -> list[float]:
-    """Return the training speed between consecutive rows, in tokens per second."""
-    places = [(0, 0.0), *((row["tokens"], row["train_seconds"]) for row in rows)]
-    return [(now[0] - old[0]) / max(now[1] - old[1], 1e-9) for old, now in itertools.pairwise(places)]
-
-
 def smooth(values: Sequence[float]) -> list[float]:
     """Return a running average over a fiftieth of the values, with correct weights at the beginning."""
     keep = 1 - 1 / max(1.0, 0.02 * len(values))
@@ -179,13 +144,8 @@ _PLOTS: dict[str, tuple[str, Callable[[Axes, Sequence[Row]], None]]] = {
     "accuracy.png": ("train", _accuracy),
     "acceptance_by_position.png": ("eval", _by_position),
     "acceptance_length.png": ("eval", _length),
-    "learning_rate.png": ("train", _learning_rate),
-    "speed.png": ("train", _speed),
-    "memory.png": ("train", _memory),
 }  # for each plot: the kind of rows, and the function that draws it
 PICTURES = tuple(_PLOTS)
-OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
-"""Plots about the head, not the machine."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import quantization_of
 
 from ..convert.conversion import verifier_of
-from ..report import OF_THE_HEAD, read_object
+from ..report import PICTURES, read_object
 from ..run import BEST, LAST, REPORT
 
 CONFIG = "config.json"
@@ -112,7 +112,7 @@ def read_source(folder: str | Path) -> HeadFiles:
     if quantization_of(head) is not None:
         written_as, servers = f"{written_as}, quantized by MLX", ()
     report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
-    plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
+    plots = tuple(run / name for name in PICTURES if (run / name).is_file()) if run is not None else ()
     return HeadFiles(place, files.config, kind, written_as, servers, head, report or {}, which, plots)
 
 
