@@ -264,6 +264,7 @@ def test_a_damaged_head_is_refused_before_any_request(
     [
         (["--license", "mit", "--base-model", "tiny"], "--base-model: 'tiny' is not a repository name"),
         ([], "no license: give one with --license"),
+        (["--license", "Apache-2.0"], "--license must be an id of the hub, such as apache-2.0, not Apache-2.0"),
         (["--license", "other"], "--license-name and --license-link"),
         (["--license", "mit", "--license-link", "https://x"], "go with --license other"),
         (["--license", "mit", "--figures", "none.json"], "none.json cannot be read"),
@@ -521,7 +522,9 @@ def test_another_license_is_named_and_linked(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     other = ["--license", "other", "--license-name", "house-rules", "--license-link", "https://example.org/rules"]
     assert main([str(tmp_path / "head"), "--repo", REPO, "--dry-run", *other]) == 0
-    data = ModelCard(capsys.readouterr().out.split("README.md:\n\n")[1]).data
+    shown = capsys.readouterr()
+    assert "note: the hub checks the card and its license id" in shown.err
+    data = ModelCard(shown.out.split("README.md:\n\n")[1]).data
     assert (data.license, data.license_name, data.license_link) == ("other", "house-rules", "https://example.org/rules")
 
 

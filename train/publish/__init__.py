@@ -7,9 +7,10 @@ from pathlib import Path
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.late import late
-from eagle_mlx.setting import REQUIRED, Group, setting
+from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 _LICENSE = "license id on the hub, such as apache-2.0, mit or llama3.1 (required)"
+_LICENSE_ID = Limit(str.islower, "must be an id of the hub, such as apache-2.0, not {}")
 _BASE_MODEL = (
     "hub id of the model that the head is for (default: the target in the head's config); if the head was trained on a "
     "conversion, give the original, so that other servers find it"
@@ -21,7 +22,7 @@ _FIGURES = "output of eagle-bench --json; repeatable, for several sets of prompt
 class CardOptions(Group):
     """Facts for the model card."""
 
-    license: str | None = setting(None, _LICENSE, metavar="ID")
+    license: str | None = setting(None, _LICENSE, _LICENSE_ID, metavar="ID")
     license_name: str | None = setting(None, "with --license other: its name")
     license_link: str | None = setting(None, "with --license other: its address", metavar="URL")
     base_model: str | None = setting(None, _BASE_MODEL, metavar="USER/NAME")

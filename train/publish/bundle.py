@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, by_mlx_community
-from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
+from eagle_mlx.errors import CheckpointError, ConfigError, OutputError, in_one_line
 from eagle_mlx.formats.tensors import HeadFolder, weights_of
 from eagle_mlx.heads import HeadKind, layout_of, load_head
 from eagle_mlx.heads.base import DraftHead
@@ -72,14 +72,6 @@ class HeadFiles:
     @property
     def adapter(self) -> str:
         return str(self.noted.get("adapter") or "")
-
-    @property
-    def aux_layers(self) -> tuple[int, ...] | None:
-        """Target layers that the head reads; None if it reads the last layer."""
-        try:
-            return self.head.aux_layers
-        except HeadError:
-            return None
 
     @property
     def parameters(self) -> int | None:
@@ -140,7 +132,7 @@ def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) ->
         for plot in source.plots:
             shutil.copyfile(plot, folder / PLOTS / plot.name)
     except (OSError, UnicodeError) as e:
-        raise OutputError(f"the files to upload cannot be prepared: {e}") from e
+        raise OutputError(f"the files to upload cannot be prepared: {in_one_line(e)}") from e
 
 
 def _certificate(source: HeadFiles) -> Path | None:
@@ -173,7 +165,6 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def listing(folder: Path) -> str:
-    """List the files of a folder and their sizes, largest first."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     rows = [*sorted(sizes.items(), key=lambda row: -row[1]), ("total", sum(sizes.values()))]

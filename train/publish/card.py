@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import by_mlx_community
 from eagle_mlx.data_pipelines import hub_data_set
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, in_one_line
 from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.progress import tokens_per_second
 
@@ -72,7 +72,7 @@ def of_bench(file: Path, source: HeadFiles, repo: str, target: str) -> Figures:
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}; give the output of eagle-bench --json") from e
+        raise ConfigError(f"{file} cannot be read: {in_one_line(e)}; give the output of eagle-bench --json") from e
     try:
         digest = written.get("head_sha256")  # a file without one is trusted
         if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
@@ -207,7 +207,6 @@ def training_data(source: HeadFiles) -> str:
 
 
 def make_card(source: HeadFiles, repo: str, base: str, options: CardOptions, figures: Sequence[Figures]) -> ModelCard:
-    """Return the card of a head published as `repo` for the model `base`."""
     quantization = quantization_of(source.head)
     bits = [f"{quantization['bits']}-bit"] if quantization is not None else []
     data = ModelCardData(

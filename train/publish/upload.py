@@ -51,6 +51,7 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
     if upload.dry_run:
         print(f"would go to {repo}{', private' if upload.private else ''}:\n{listing(folder)}\n")
         print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
+        print("note: the hub checks the card and its license id before anything is published", file=sys.stderr)
         return
     print(f"to {repo}:\n{listing(folder)}", file=sys.stderr)
     message, private = upload.message or message, upload.private
