@@ -17,6 +17,8 @@ from eagle_mlx.files import check_file, locked, write_whole
 from .conversation import Conversation
 
 GZ = ".gz"
+NAMED = "target_name"
+"""The setting that names the target in errors; it may change, since a hash tells targets apart."""
 _FORMAT = 2
 
 
@@ -176,7 +178,13 @@ def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
 def difference(begun: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Return the first setting that differs from the ones read from a file, such as `seed 3, not 5`, or ""."""
     now = json.loads(json.dumps(settings))
-    for name in sorted(begun.keys() | now.keys()):
+    for name in sorted((begun.keys() | now.keys()) - {NAMED}):
         if begun.get(name) != now.get(name):
-            return f"{name} {begun.get(name)!r}, not {now.get(name)!r}"
+            change = f"{name} {_shown(name, begun)}, not {_shown(name, now)}"
+            return change if len(change) < 300 else f"other {name}"
     return ""
+
+
+def _shown(name: str, settings: Mapping[str, Any]) -> str:
+    label = f"{settings[NAMED]} " if name == "target" and NAMED in settings else ""
+    return f"{label}{settings.get(name)!r}"

@@ -21,6 +21,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, fingerprint
 from eagle_mlx.text import template_args
 
+from ..jsonl import NAMED
 from ..options import FIRST_ROWS, MOST_ROWS
 
 LOOK = 128
@@ -188,6 +189,7 @@ def text_settings(target: Target) -> dict[str, Any]:
     """Return what a target's texts depend on, as plain values; a file of texts is continued only if it is equal."""
     return {
         "target": fingerprint(target),
+        NAMED: target.name,
         "target_template_args": dict(template_args(target.tokenizer)),
         "target_eos_tokens": sorted(target.eos_token_ids),
     }

@@ -223,8 +223,13 @@ def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, m
             make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS), path)
     with pytest.raises(OutputError, match="was started with seed 3, not 5"):
         make_to_file(Engine(target), replace(CONFIG, seed=5), Wanted(rows=ROWS), path)
-    with pytest.raises(OutputError, match="was started with target"):
-        make_to_file(Engine(talker(1)), CONFIG, Wanted(rows=ROWS), path)
+    other = talker(1)
+    other.name = "other"
+    named = rf"was started with target {re.escape(target.name)} '\w{{16}}', not other '\w{{16}}'"
+    with pytest.raises(OutputError, match=named):
+        make_to_file(Engine(other), CONFIG, Wanted(rows=ROWS), path)
+    with pytest.raises(OutputError, match="was started with other domains; continue with the same options"):
+        make_to_file(Engine(target), replace(CONFIG, domains=choose_domains(["code"])), Wanted(rows=ROWS), path)
 
 
 def test_what_is_done_can_be_made_to_be_enough(

@@ -75,7 +75,7 @@ def test_answers_are_continued_with_the_same_target_alone(
     assert isinstance(capsys, pytest.CaptureFixture)
     for more, reason in (
         ([], "was started with target "),
-        (["--adapter-path", adapters, "--extra-eos-token", "7"], "was started with target_eos_tokens"),
+        (["--adapter-path", adapters, "--extra-eos-token", "7"], "was started with other target_eos_tokens"),
         (["--adapter-path", adapters, "--chat-template-args", '{"short": true}'], "with target_template_args {}, not"),
     ):
         capsys.readouterr()
