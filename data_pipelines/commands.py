@@ -142,6 +142,8 @@ def collect(options: CollectOptions) -> None:
             f"layers {aux_layers} and the last of {target.num_layers} in {options.bits} bits; "
             f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {options.output}"
         )
+        if (before := target.num_layers - 2) not in aux_layers:
+            print(f"heads of two layers, such as P-EAGLE, need layer {before} too: name it with --aux-layers")
         try:
             plan.run(shards, progress=True)
         except KeyboardInterrupt as e:

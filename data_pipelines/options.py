@@ -22,7 +22,7 @@ FIRST_ROWS = 32
 """Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
 MOST_ROWS = 256
 """Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
-_AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
+_AUX_LAYERS = "layers that the head reads; P-EAGLE needs N-2 too (default: 1, N/2-1 and N-4 of N)"
 _LAYERS = Limit(re.compile(r"\d+(,\d+)*").fullmatch, "must be layer numbers with commas, such as 1,6,10, not {}")
 _SPLIT = (
     "part to read; heldout is one conversation in 25 (in small files one in 10), chosen by a hash of its prompt (for "

@@ -120,3 +120,11 @@ def test_collect_and_inspect_say_what_the_template_leaves_out(
         assert "tiny does not render tool calls: 12 conversations affected" in printed
         assert "answers that render as nothing: 12 conversations skipped" in printed
     assert len(ShardReader(tmp_path / "s")) == 40
+
+
+@pytest.mark.parametrize(("layers", "is_noted"), [(("--aux-layers", "0,1"), True), ((), False)])
+def test_layers_that_heads_of_two_layers_need_are_named(
+    command: list[str], layers: tuple[str, ...], is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--limit", "2", *layers]) == 0
+    assert ("heads of two layers, such as P-EAGLE, need layer 2 too" in capsys.readouterr().out) == is_noted
