@@ -83,5 +83,5 @@ def loading(name: object, kind: type[EagleError] = TargetError) -> Iterator[None
 
 def in_one_line(error: Exception) -> str:
     """Return an error's message in one line, with the error's type if the message alone says too little."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ").split())
     return text if isinstance(error, EagleError | OSError | ValueError) and text else f"{type(error).__name__}: {text}"

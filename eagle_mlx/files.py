@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.errors import ConfigError, OutputError, in_one_line
 
 PART = ".part"  # the suffix of a file while it is being written
 FINDER = ".DS_Store"  # a file of the Finder of macOS
@@ -225,7 +225,7 @@ def read_yaml(file: Path, what: str) -> Any:
     except FileNotFoundError as e:
         raise ConfigError(f"there is no {what} {file}") from e
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as e:
-        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(e).split())}") from e
+        raise ConfigError(f"{file} cannot be read as YAML: {in_one_line(e)}") from e
 
 
 class _Loader(yaml.SafeLoader):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, in_one_line
 from eagle_mlx.setting import ABOVE_0, RANK_SECONDS, Group, setting
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _template(given: str) -> str | None:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--chat-template {given} is not a template, and cannot be read as a file: {e}") from e
+            raise ConfigError(f"--chat-template {given} is not a template, and no file: {in_one_line(e)}") from e
         if _OF_A_TEMPLATE not in text:
             raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")
     if text:

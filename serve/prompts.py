@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle_mlx as em
-from eagle_mlx.errors import ConfigError, EagleError, PromptError
+from eagle_mlx.errors import ConfigError, EagleError, PromptError, in_one_line
 from eagle_mlx.request import Prompt
 from eagle_mlx.request import encode as encode_prompt
 
@@ -60,11 +60,11 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
-    if not text:
+        raise PromptError(f"{path}: the prompts cannot be read ({in_one_line(e)}); give a jsonl file in UTF-8") from e
+    if not text.strip():
         raise PromptError(f"{path}: the file has no rows; give one JSON object per line, with `messages` or `prompt`")
     lines = text.removesuffix("\n").split("\n")  # texts may contain other line breaks
-    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     rank: defaultdict[str | None, Iterator[int]] = defaultdict(count)
     ranks = [next(rank[question.category]) for question in questions]  # within each category
     taken = sorted(range(len(questions)), key=ranks.__getitem__)[:limit]
@@ -76,7 +76,6 @@ def _question(line: str, origin: str) -> Question:
         if not holds:
             raise PromptError(f"{origin}: {need}")
 
-    check(line.strip(), "the line is empty; remove it")
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as e:
@@ -196,4 +195,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"--memory {path}: {e}; give a file of text, a .jsonl file or a folder") from e
+        raise ConfigError(f"--memory {path}: {in_one_line(e)}; give a file of text, a .jsonl file or a folder") from e

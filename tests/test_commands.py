@@ -38,6 +38,7 @@ from eagle_mlx.train.publish.cli import main as publish
 
 Main = Callable[[list[str]], int]
 ROOT = Path(__file__).parent.parent
+HEAD = ROOT / "checkpoints" / "head"
 COMMANDS: dict[str, Main] = {
     "eagle-bench": bench,
     "eagle-chat": chat,
@@ -261,3 +262,25 @@ def test_without_a_clone_the_commands_say_how_to_name_a_model(
         "error: name the model with --target: a folder or a hub id, such as --target Qwen3-4B-4bit; only a clone of "
         "the project includes a target\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("eagle-bench", "--target T --prompts"),
+        ("eagle-generate", "hi --target T --chat-template"),
+        ("eagle-heads compare", "A B --target T --prompts"),
+        ("eagle-publish", f"{HEAD} --repo a/b --license mit --base-model a/b --dry-run --figures"),
+        ("eagle-train", "--target T --output O -c"),
+    ],
+)
+@pytest.mark.parametrize("place", [ROOT, ROOT / "no-such-file"])
+def test_a_file_that_cannot_be_read_is_an_error_without_its_number(
+    command: str, flags: str, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(command, *flags.split(), str(place))
+    assert status == 2
+    assert "error: " in err
+    assert str(place) in err
+    assert "Errno" not in err

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_mlx.command import exit_code, read, shown
-from eagle_mlx.errors import ConfigError, DataError, OutputError
+from eagle_mlx.errors import ConfigError, DataError, OutputError, in_one_line
 from eagle_mlx.extras import require
 from eagle_mlx.files import check_file, name_of, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
@@ -76,7 +76,6 @@ def _styled(axes: Axes) -> Axes:
 
 
 def _taus(axes: Axes, rows: Sequence[Row], **style: Any) -> None:
-    """Plot τ against tokens, with its 95 % intervals."""
     tokens, taus, errors = ([row[key] for row in rows] for key in ("tokens", "acceptance_length", "interval"))
     axes.errorbar(tokens, taus, errors, marker="o", capsize=3, **style)
 
@@ -218,7 +217,7 @@ def read_object(file: Path, remedy: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
-        raise DataError(f"{file} cannot be read: {e}; {remedy}") from e
+        raise DataError(f"{file} cannot be read: {in_one_line(e)}; {remedy}") from e
 
 
 def read_rows(file: Path) -> list[Row]:

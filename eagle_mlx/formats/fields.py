@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning, in_one_line
 
 NOTED = "zero_centred_norms"
 """Key under `eagle_mlx` in a config: every norm is zero-centered, so readers need not guess from the means."""
@@ -78,7 +78,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as e:
         raise CheckpointError(f"{folder} has no config.json; a head is a folder with config.json and weights") from e
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}") from e
+        raise CheckpointError(f"{file} cannot be read: {in_one_line(e)}") from e
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     for name in _OBJECTS:

@@ -22,7 +22,7 @@ from pydantic.json_schema import models_json_schema
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle_mlx.command import leave_terminal
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, in_one_line
 
 from .. import log
 from . import chat, completions, messages, metrics, responses, routes, schema
@@ -309,7 +309,7 @@ def listen(host: str, port: int) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         sock = socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, OverflowError, UnicodeError) as e:
-        raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
+        raise ConfigError(f"cannot listen at --host {host} --port {port}: {in_one_line(e)}; choose others") from e
     # Connections inherit this. asyncio does not set it for sockets without a protocol number, nor for any on macOS
     # (cpython issue 148783). Without it, an event of a stream waits up to 40 ms for the client's acknowledgment of the
     # event before.

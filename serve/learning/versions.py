@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.errors import ConfigError, OutputError, in_one_line
 from eagle_mlx.files import locked, sync_folder, write_whole
 from eagle_mlx.memory import gb
 from eagle_mlx.paired import Gain
@@ -145,7 +145,7 @@ def _read_log(folder: Path) -> list[Event]:
         events = json.loads(path.read_text())["events"] if path.exists() else []
         return [Event(**{**event, "gain": Gain(**event["gain"])}) for event in events]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{path} cannot be read ({e}); remove {folder}, or name another folder") from e
+        raise ConfigError(f"{path} cannot be read ({in_one_line(e)}); remove {folder}, or name another folder") from e
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> ExitStack:

@@ -30,7 +30,7 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
-from eagle_mlx.errors import CheckpointError, DataError
+from eagle_mlx.errors import CheckpointError, DataError, in_one_line
 from eagle_mlx.files import free_disk, write_whole
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
@@ -103,7 +103,7 @@ class Journal:
         try:
             return TypeAdapter(Journal).validate_json(file.read_bytes())
         except (OSError, ValueError) as e:
-            raise CheckpointError(f"{file} cannot be read: {e}; start another run") from e
+            raise CheckpointError(f"{file} cannot be read: {in_one_line(e)}; start another run") from e
 
 
 _HELD_OUT = "held-out.jsonl"

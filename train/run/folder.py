@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx.errors import CheckpointError, ConfigError, OutputError
+from eagle_mlx.errors import CheckpointError, ConfigError, OutputError, in_one_line
 from eagle_mlx.files import check_free, is_empty, locked, swap, write_whole
 
 from ..config import TrainConfig, flag
@@ -67,7 +67,7 @@ def read_identity(folder: Path) -> Identity:
             f"{folder} has no run ({RUN_FILE} is missing); name the --output of an interrupted run"
         ) from e
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}; train further from a head there with --init-from") from e
+        raise CheckpointError(f"{file} cannot be read: {in_one_line(e)}; train on from a head with --init-from") from e
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
