@@ -136,8 +136,8 @@ def check_answer(conversation: Conversation) -> None:
     """Raise DataError if a conversation has no answer to learn."""
     if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
         raise DataError(
-            f"{conversation.origin}: no assistant turn, so there is nothing to learn; remove the row, or let the "
-            "target answer it with `eagle-data regenerate`"
+            f"{conversation.origin}: no assistant turn, so there is nothing to learn; skip such rows with "
+            "--skip-bad, or let the target answer them with `eagle-data regenerate`"
         )
 
 

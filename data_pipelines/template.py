@@ -52,7 +52,7 @@ class ChatTemplate(NamedTuple):
     def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation) -> ChatTemplate:
         """Return the template for a conversation. Raises DataError if the target has none."""
         if not tokenizer.has_chat_template:
-            raise DataError(f"{conversation.origin}: the target has no chat template; use rows with `text`")
+            raise DataError(f"{conversation.origin}: no chat template: give --chat-template, or rows with `text`")
         options = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
         return cls(tokenizer, options, conversation.origin)
 
@@ -208,7 +208,6 @@ class RenderedChat(NamedTuple):
 
     @property
     def dropped(self) -> list[MessageString]:
-        """The parts that the template drops."""
         present = self._present
         return [part for number, part in enumerate(self.parts) if number not in present]
 

@@ -66,7 +66,6 @@ def settled(given: TrainConfig) -> TrainConfig:
 
 
 def division(config: TrainConfig, seconds: float) -> str:
-    """Describe how a run divides its time."""
     steps = [("the target answers the prompts", _ANSWERING)] if config.data.prompts else []
     steps += [] if config.data.replay else [("the target writes conversations", _MAKING)]
     steps += [("the head learns", LEARNING)]

@@ -246,7 +246,6 @@ class TrainConfig(Group):
 
     @property
     def prompts_are_heldout(self) -> bool:
-        """Whether acceptance is measured on held-out parts of the data."""
         return self.evaluation.data in ("", *self.data.sources[:1])
 
 

@@ -245,7 +245,7 @@ class _Reading:
     def _leave_out(self, error: DataError, source: Source) -> None:
         """Count an unusable row. Raises the error if such rows may not be left out."""
         if not self._lenient(source):
-            raise error
+            raise DataError(f"{error}; fix the row, or skip such rows with --skip-bad") from error
         self.report.left_out["unusable"] += 1
         self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
 

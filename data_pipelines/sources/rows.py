@@ -17,9 +17,10 @@ SHAPES = """\
   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
   {"prompt": "…", "completion": "…"}   (or a prompt alone, for regenerating)
+  {"instruction": "…", "input": "…", "output": "…"}
   {"turns": ["…", "…"]}                (a benchmark's questions; the first is a prompt alone)
   {"text": "…"}
-A message may also have `tool_calls` and `reasoning_content`, and a row `tools`. For other names, use --map."""
+A message may also have `tool_calls` and `reasoning_content`, a row `system` and `tools`. For other names, use --map"""
 _ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "bot", "model")
 _TOOLS = ("function", "observation", "function_response", "tool_response")
 _ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), **dict.fromkeys(_TOOLS, "tool")}
@@ -71,7 +72,7 @@ class FieldMap:
             self.require(row, ours, origin, "row")
         out = {ours: row[self.names[ours]] for ours in columns}
         if out.keys() & {"prompt", "text", "messages"}:
-            return {"tools": row.get("tools"), **out}
+            return {"tools": row.get("tools"), "system": row.get("system"), **out}
         if any(row.get(name) is not None for name in _LISTS) or ("prompt" in row and len(out) == len(self.names)):
             return {**row, **out}  # only other fields have unknown names
         raise DataError(
@@ -86,7 +87,7 @@ class FieldMap:
             return
         raise DataError(
             f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
-            f"the {what}'s fields are: {_listed(row)}; fix the row or --map, or skip such rows with --skip-bad"
+            f"the {what}'s fields are: {_listed(row)}; fix the row or --map"
         )
 
     def ours(self, fields: Iterable[str]) -> dict[str, str]:
@@ -128,8 +129,9 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
     row = {k: v for k, v in row.items() if v is not None}
     turns: tuple[Message, ...] = ()
     images: list[object] = []
-    if listed := [key for key in _LISTS if key in row]:
-        turns = _messages(row[listed[0]], f"{origin}: `{fields.names.get('messages', listed[0])}`", fields, images)
+    alpaca = (row.get("instruction"), row.get("input", ""), row.get("output"))
+    if listed := next((key for key in _LISTS if key in row), ""):
+        turns = _messages(_decoded(row[listed]), f"{origin}: `{fields.names.get('messages', listed)}`", fields, images)
     elif "prompt" in row:
         for key, role in (("prompt", "user"), ("completion", "assistant")):
             if isinstance(row.get(key), str):
@@ -140,6 +142,8 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
         if not isinstance(row["turns"], list) or not row["turns"] or not isinstance(row["turns"][0], str):
             raise DataError(f"{origin}: `turns` must be a list of the user's texts, not {_show(row['turns'])}")
         turns = (Message("user", row["turns"][0]),)
+    elif all(isinstance(text, str) for text in alpaca) and not row.get("history"):
+        return parse_row({**row, "prompt": "\n\n".join(filter(None, alpaca[:2])), "completion": alpaca[2]}, origin)
     elif "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")
@@ -149,8 +153,9 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
             f"{origin}: the row's keys ({_listed(row)}) have no known shape; name the fields with --map, such as "
             f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
         )
-    if "system" in fields.names and row.get("system"):
-        turns = (Message("system", _content(row["system"], origin, images)), *turns)
+    system = row.get("system")
+    if system and ("system" in fields.names or (isinstance(system, str) and turns[0].role != "system")):
+        turns = (Message("system", _content(system, origin, images)), *turns)
     tools = tuple(_objects(row.get("tools") or [], f"{origin}: `tools`"))
     return Conversation(turns, tools=tools, images=tuple(images), origin=origin)
 

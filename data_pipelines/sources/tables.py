@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.errors import DataError
+from eagle_mlx.errors import DataError, in_one_line
 from eagle_mlx.extras import require
 
 from ..conversation import Conversation
@@ -59,17 +59,19 @@ def decoded(row: object, origin: str) -> dict[str, Any]:
 
 
 def json_rows(source: Source) -> Iterator[RawRow]:
-    """Yield the lines of a file, or the items of a .json file that is one list. Raises DataError."""
+    """Yield the lines of a file that are not blank, or the items of a file that is one list. Raises DataError."""
     path = _existing(Path(source.name))
     try:
         with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
             start = file.read(1024).removeprefix(BOM_UTF8).lstrip()
-            is_list = path.suffix == ".json" and start[:1] == b"["
+            if not start:
+                raise _empty(path, "empty")
             file.seek(0)
-            for number, row in enumerate(_items(file.read(), path) if is_list else file, 1):
-                yield f"{source.spec}:{number}", row
+            for number, row in enumerate(_items(file.read(), path) if start[:1] == b"[" else file, 1):
+                if not (isinstance(row, bytes) and row.isspace()):
+                    yield f"{source.spec}:{number}", row
     except (OSError, EOFError, zlib.error) as e:
-        raise DataError(f"{path} cannot be read: {e}") from e
+        raise DataError(f"{path} cannot be read: {in_one_line(e)}") from e
 
 
 def _items(text: bytes, path: Path) -> list[object]:
@@ -108,8 +110,6 @@ def _existing(path: Path) -> Path:
         raise DataError(f"{path} is a folder; name the files in it")
     if not path.exists():
         raise DataError(f"there is no file {path}")
-    if path.stat().st_size == 0:
-        raise _empty(path, "empty")
     return path
 
 
@@ -144,8 +144,6 @@ def _failure(source: Source, cause: str) -> str:
 
 def _parsed(line: bytes, origin: str) -> object:
     text = line.strip()
-    if not text:
-        raise DataError(f"{origin}: the line is empty; remove it, since every line must be a row")
     if b"\r" in text:
         raise DataError(f"{origin}: the line has a carriage return in it; write it as \\r, or remove it")
     try:

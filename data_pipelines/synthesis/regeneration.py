@@ -137,7 +137,7 @@ class Regeneration(Task):
             return None
         target = self._target
         if target.tokenizer is None or not target.tokenizer.has_chat_template:
-            raise DataError("the target has no chat template, so it cannot answer conversations")
+            raise DataError("the target has no chat template to answer conversations; name one with --chat-template")
         prompt = prompt_tokens(target.tokenizer, self._so_far)
         if len(prompt) >= target.context_length:
             self.report = self.report.plus({"too_long": 1})

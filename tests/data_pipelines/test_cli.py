@@ -70,7 +70,6 @@ def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.Mo
     ("row", "argv", "message"),
     [
         ('{"text": ', [], "bad.jsonl:2: not valid JSON"),
-        ("", [], "bad.jsonl:2: the line is empty"),
         ('{"prompt": "Hi"}', [], "bad.jsonl:2: no assistant turn"),
         ('{"q": 1}', [], "bad.jsonl:2: the row's keys (q) have no known shape"),
         (None, ["--max-length", "9999"], "the target's context is 512 tokens"),

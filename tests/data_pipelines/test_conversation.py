@@ -18,12 +18,14 @@ HI = (Message("user", "Hi"), Message("assistant", "Yo"))
     [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
+        {"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]'},
         {"prompt": "Hi", "completion": "Yo"},
+        {"instruction": "Hi", "input": "", "output": "Yo", "text": "Below is an instruction"},
         {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yo"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
                       {"role": "assistant", "content": "Yo", "tool_calls": None}], "text": None, "id": 3},
     ],
-    ids=["messages", "sharegpt", "prompt and completion", "prompt and completion as messages", "parts and nulls"],
+    ids=["messages", "sharegpt", "json", "prompt and completion", "alpaca", "as messages", "parts and nulls"],
 )  # fmt: skip
 def test_every_shape_is_the_same_conversation(row: dict[str, Any]) -> None:
     assert parse_row(row, "x:1") == Conversation(HI)
@@ -32,6 +34,7 @@ def test_every_shape_is_the_same_conversation(row: dict[str, Any]) -> None:
 def test_further_shapes() -> None:
     assert parse_row({"text": "import os"}, "x:1") == Conversation(text="import os")
     assert parse_row({"prompt": "Hi"}, "x:1") == Conversation(HI[:1])
+    assert parse_row({"instruction": "Hi", "input": "there", "output": ""}, "x:1").messages[0].content == "Hi\n\nthere"
     assert parse_row({"turns": ["Hi", "More"], "category": "x"}, "x:1") == Conversation(HI[:1])
     roles = [{"from": r, "value": "v"} for r in ("system", "human", "gpt", "tool")]
     messages = parse_row({"conversations": roles}, "x:1").messages
@@ -50,6 +53,8 @@ def test_a_row_comes_back_as_it_was(row: dict[str, Any]) -> None:
     [
         ({"question": 1, "answer": 2}, r"f:3: the row's keys \(question, answer\) have no known shape.*\n.*messages"),
         ({}, r"f:3: the row's keys \(none\)"),
+        ({"instruction": "Hi", "context": "", "response": "Yo"}, "have no known shape"),
+        ({"instruction": "Hi", "output": "Yo", "history": [["a", "b"]]}, "have no known shape"),
         ({"messages": []}, "f:3: `messages` must be a non-empty list of messages"),
         ({"messages": "Hi"}, "f:3: `messages` must be a non-empty list"),
         ({"messages": ["Hi"]}, "f:3: `messages`, message 1 must be an object"),

@@ -40,6 +40,16 @@ def test_a_system_column_comes_first_and_text_and_tools_have_names() -> None:
         ({"prompt": "Hi", "completion": "Yo", "s": "Be brief"}, "system=s"),
     ):
         assert parse_row(row, "x:1", FieldMap.parse(fields)).messages == (system, *HI)
+    columns = {"system": "Be brief", "id": 1}
+    assert parse_row({"prompt": "Hi", "completion": "Yo", **columns}, "x:1").messages == (system, *HI)
+    assert (
+        parse_row({"q": "Hi", "a": "Yo", **columns}, "x:1", FieldMap.parse("prompt=q,completion=a")).messages[0]
+        == system
+    )
+    own = {"messages": [m.as_dict() for m in (Message("system", "My own"), *HI)]}
+    assert (
+        parse_row({**own, **columns}, "x:1") == parse_row({**own, "system": {"id": 1}}, "x:1") == parse_row(own, "x:1")
+    )
     assert parse_row({"body": "import os"}, "x:1", FieldMap.parse("text=body")) == Conversation(text="import os")
     row = {"q": "Hi", "functions": '[{"name": "f"}]'}
     assert parse_row(row, "x:1", FieldMap.parse("prompt=q,tools=functions")).tools == ({"name": "f"},)

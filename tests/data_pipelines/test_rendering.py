@@ -235,7 +235,7 @@ def test_a_template_that_refuses_the_conversation_is_named() -> None:
 
 def test_without_a_template_only_text_can_be_rendered() -> None:
     bare = TokenizerWrapper(plain_tokenizer())
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(DataError, match="no chat template: give --chat-template"):
         render(bare, conversation((U, "a"), (A, "b")))
     assert render(bare, Conversation(text="a")).loss_mask == [1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections import Counter
@@ -76,7 +77,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "x.jsonl is empty"),
-        (b'{"text": "a"}\n\n{"text": "b"}\n', "x.jsonl:2: the line is empty"),
+        (b'{"text": "a"}\n\n{"text": \n', "x.jsonl:3: not valid JSON"),
         (b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": "b"', "x.jsonl:2: not valid JSON at column 13: Expecting"),
         (b'{"text": "a"}\n{"text": "b', "x.jsonl:2: not valid JSON at column 10: Unterminated string starting"),
@@ -84,7 +85,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
         (b'{"text": "a"}\n{"text": "\\ud83d"}\n', "x.jsonl:2: not valid Unicode"),
         (b'{"text": "a"}\n{"text": "b", "n": 1%s}\n' % (b"0" * 5000), "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": %s' % (b"[" * 100_000), "x.jsonl:2: not valid JSON"),
-        (b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be an object, not list"),
+        (b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be an object, not list; .*skip such rows with --skip-bad"),
         (b'{"text": "a"}\n{"q": "b"}\n', r"x.jsonl:2: the row's keys \(q\) have no known shape"),
     ],
 )
@@ -95,8 +96,22 @@ def test_a_bad_jsonl_row_is_named_before_anything_is_yielded(tmp_path: Path, con
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", b'\n{"text": "a"}\r\n\r\n{"text": "b"}\n \n'),
+        ("x.jsonl", b'[{"text": "a"},\n{"text": "b"}]\n'),
+        ("x.jsonl.gz", gzip.compress(b'\xef\xbb\xbf[{"text": "a"}, {"text": "b"}]')),
+    ],
+)
+def test_blank_lines_are_ignored_and_a_list_may_have_any_name(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert said(read(str(tmp_path / name))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("x.jsonl", b"\n\n", "x.jsonl is empty"),
         ("x.json", b"[1, 2]", "x.json:1: a row must be an object"),
         ("x.json", b"[]", "empty list"),
         ("x.json", b'[{"text": ', "x.json is not valid JSON"),

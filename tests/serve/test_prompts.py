@@ -40,7 +40,6 @@ def test_a_limit_takes_questions_from_all_categories(tmp_path: Path, limit: int,
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("", "the line is empty"),
         ("{", "not valid JSON"),
         ("[]", "needs `messages`"),
         ('{"text": "x"}', "needs `messages`"),

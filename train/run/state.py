@@ -50,7 +50,6 @@ class Stopwatch:
         return self._clock() - self._begin
 
     def restart(self, elapsed: float = 0.0) -> None:
-        """Continue from this many seconds."""
         self._begin = self._clock() - elapsed
 
 
