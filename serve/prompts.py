@@ -63,7 +63,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         raise PromptError(f"{path}: the prompts cannot be read ({in_one_line(e)}); give a jsonl file in UTF-8") from e
     if not text.strip():
         raise PromptError(f"{path}: the file has no rows; give one JSON object per line, with `messages` or `prompt`")
-    lines = text.removesuffix("\n").split("\n")  # texts may contain other line breaks
+    lines = text.split("\n")  # texts may contain other line breaks
     questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     rank: defaultdict[str | None, Iterator[int]] = defaultdict(count)
     ranks = [next(rank[question.category]) for question in questions]  # within each category
@@ -182,7 +182,7 @@ def _texts(path: Path, target: em.Target) -> Iterator[list[int]]:
 
 
 def _rows(path: Path, target: em.Target) -> Iterator[list[int]]:
-    for number, line in enumerate(io.StringIO(_read(path)), 1):  # texts may contain other line breaks
+    for number, line in enumerate(io.StringIO(_read(path).rstrip()), 1):  # texts may contain other line breaks
         try:
             row: dict[str, Any] = json.loads(line)
             yield encode_prompt(target, row["messages"] if "messages" in row else row["text"])

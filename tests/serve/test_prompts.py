@@ -20,6 +20,8 @@ def test_all_kinds_of_rows_are_read(tmp_path: Path) -> None:
         {"role": "assistant", "content": "a"},
     ]
     file = write(tmp_path / "p.jsonl", {"messages": turns}, {"prompt": "def f():"}, *ROWS)
+    with file.open("a") as end:
+        end.write(" \n\n")
     questions = read_questions(file)
     assert [question.origin for question in questions] == [f"{file}:{number}" for number in range(1, 9)]
     assert [question.content for question in questions[:2]] == [turns[:2], "def f():"]

@@ -35,7 +35,7 @@ def engine() -> em.Engine:
     [
         ("area.py", TEXT),
         ("texts.jsonl", json.dumps({"text": f"{TEXT}\u2028"}, ensure_ascii=False)),
-        ("windows.jsonl", "\ufeff" + json.dumps({"text": TEXT}) + "\r\n"),
+        ("windows.jsonl", "\ufeff" + json.dumps({"text": TEXT}) + "\r\n\r\n"),
         ("chats.jsonl", json.dumps({"messages": [{"role": "user", "content": TEXT}]})),
     ],
 )
