@@ -216,7 +216,7 @@ def test_the_target_answers_prompts_and_writes_what_must_not_be_forgotten(
     prompts.write_text("".join(json.dumps(question.as_row()) + "\n" for question in questions))
     line = ["--target", str(target), "--adapt", str(head), "--prompts", str(prompts), *SIZES, *STAYS]
     assert main([*line, "--output", str(out)]) == 2
-    assert re.search(r"answers to \d of \d prompts loop, but the judge needs 6 others", capsys.readouterr().err)
+    assert re.search(r"prompts loop, but the judge needs 6 others; use --eval", capsys.readouterr().err)
     line += ["--eval-data", str(few)]
     assert main([*line, "--output", str(out)]) == 0
     report = report_of(out)

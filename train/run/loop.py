@@ -107,7 +107,7 @@ class Run:
         if self._adaptation is not None:
             if untrained.prompts < FEWEST:
                 usable = f"the answers to {untrained.left_out} of {untrained.prompts + untrained.left_out} prompts loop"
-                raise DataError(f"{usable}, but the judge needs {FEWEST} others; name more with --eval-data")
+                raise DataError(f"{usable}, but the judge needs {FEWEST} others; use --eval-data or --eval-prompts")
             copy_head(self._adaptation.files.folder, self._setup.folder / BEST)
         return untrained, (0, untrained)
 
