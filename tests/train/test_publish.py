@@ -579,6 +579,22 @@ def test_the_interval_of_a_measurement_is_published(made: Made, tmp_path: Path, 
     assert "| 2 | 1.83 ± 0.12 |" in dry(tmp_path / "out", capsys, "--base-model", "owner/tiny")
 
 
+def test_only_the_best_head_of_a_rejected_adaptation_is_called_unchanged(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made.run, tmp_path / "out")
+    report = json.loads((made.run / "report.json").read_text())
+    for taken, best, last in (
+        (False, "a, which it is, unchanged", "a, and not better by the judge: τ"),
+        (True, "a: τ", "a: τ"),
+    ):
+        report["adapted"] = {"from": "a", "taken": taken, "summary": "τ 1 to 2"}
+        (tmp_path / "out" / "report.json").write_text(json.dumps(report))
+        for name, text in (("best", best), ("last", last)):
+            shown = dry(tmp_path / "out" / name, capsys, "--base-model", "owner/tiny")
+            assert f"| adapted from | {text}" in shown
+
+
 def test_every_mode_of_the_benchmark_is_explained(made: Made, tmp_path: Path, capsys: Any) -> None:
     written = json.loads(made.figures.read_text())
     runs = written["runs"] + [{**written["runs"][0], "mode": mode} for mode in get_args(ModeName)]
