@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
@@ -166,6 +166,7 @@ def text_of(rng: np.random.Generator) -> list[int]:
 
 
 @settings(max_examples=some(30), deadline=None)
+@example("eagle3", DraftWindow(6, 2, slack=4), ["read", "fork", "fork", "fork"], 36)  # a gap after all of a short text
 @given(
     st.sampled_from(list(HEADS)),
     st.builds(DraftWindow, st.integers(1, 12), st.integers(0, 3), st.integers(0, 6)),
