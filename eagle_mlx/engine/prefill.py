@@ -48,8 +48,8 @@ class Prefill:
             self._keep(self._read, self._read + width)
             self._read += width
             room -= rows * width
-        if not self.left:
-            self.batch.cache.compact()
+        self.batch.cache.compact()
+        mx.async_eval(self.batch.cache.state)  # until computed, it refers to the larger rings
 
     def _next_stop(self) -> int:
         """Return where the next forward must end at the latest, because recurrent states cannot be cut."""

@@ -69,15 +69,20 @@ def test_sizes_equal_those_of_real_caches(name: str, rows: int) -> None:
 CACHES = ("deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next", "quantised")
 
 
-@pytest.mark.parametrize(("name", "drafter"), diagonal(CACHES, ["none", "draft model"]))
-def test_after_long_prompts_caches_hold_no_more_than_is_counted(name: str, drafter: str) -> None:
-    """Wide forwards of a prompt need more slots of a sliding window than decoding does."""
-    target, bits = disk_tier.target(name), 8 if name == "quantised" else None
+@pytest.mark.parametrize(
+    ("name", "drafter", "chunk"),
+    [*diagonal(CACHES, ["none", "draft model"], [512]), ("five windows of six", "none", 200)],
+)
+def test_after_long_prompts_caches_hold_no_more_than_is_counted(name: str, drafter: str, chunk: int) -> None:
+    """Wide forwards of a prompt need more slots of a sliding window than decoding does, also between its chunks."""
+    mostly_windows = {"num_hidden_layers": 6, "sliding_window_pattern": 6}
+    models = {"five windows of six": lambda: em.Target(tiny_model("gemma3_text", **mostly_windows))}
+    target, bits = models.get(name, lambda: disk_tier.target(name))(), 8 if name == "quantised" else None
     proposer = em.DraftModelProposer(disk_tier.target(name)) if drafter == "draft model" else None
     lengths = [400] if proposer else [400, 150, 390]  # a draft model that catches up in a batch pads the other rows
     prompts = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in lengths]
     with steps_of(4):
-        engine = em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=3, prefill_chunk=512, kv_bits=bits)
+        engine = em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=3, prefill_chunk=chunk, kv_bits=bits)
         for prompt in prompts:
             engine.submit(engine.prepare(prompt, em.SamplingParams(max_tokens=12, ignore_eos=True)))
         while not engine.idle:
