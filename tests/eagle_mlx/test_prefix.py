@@ -14,7 +14,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import prefix_tree
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.engine.prefix_tree import Past
-from tests.architectures import tiny_model
+from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -205,6 +205,26 @@ def test_a_state_that_cannot_be_cut_is_reused_whole_or_not_at_all(name: str) -> 
         for prompt in ([*first, *tokens, 1, 2], [*first[:40], 3, 4]):
             oracle.texts = {tuple(prompt): em.Engine(target).generate([prompt], params)[0].tokens}
             assert busy.generate([prompt], params)[0].tokens == oracle.texts[tuple(prompt)]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_text_that_ends_while_others_decode_is_reused_whole(name: str) -> None:
+    """The next plain round is dispatched before the end is known, and would advance a recurrent state past it."""
+    busy = em.Engine(em.Target(tiny_model(name)), prefix_cache_bytes=MANY)
+    anything = tuple(range(VOCAB))
+    ends, goes_on = (
+        busy.prepare(LONG[:40], em.SamplingParams(max_tokens=60, stop_token_ids=stops)) for stops in (anything, ())
+    )
+    for request in (ends, goes_on):
+        busy.submit(request)
+    while not ends.finish_reason:
+        busy.step()
+    following = busy.prepare([*ends.text, 1, 2], GREEDY)
+    busy.submit(following)
+    while not following.finish_reason:
+        busy.step()
+    assert goes_on.finish_reason is None
+    assert following.counts.cached_tokens == len(ends.text) - 1
 
 
 @pytest.mark.parametrize("method", ["join", "piece"])

@@ -91,6 +91,14 @@ def test_texts_take_about_eight_bytes_a_token(vocab: int) -> None:
     assert texts.nbytes <= 8.1 * 216 * 100
 
 
+def test_of_a_text_that_grows_only_the_newest_tokens_are_searched_as_bytes() -> None:
+    texts, rng = Texts(), np.random.default_rng(0)
+    for _ in range(10 * suffixes.TAIL):
+        texts.add(rng.integers(0, 50_000, 3).tolist())
+    sorted_tokens = (texts.nbytes - 4 * 30 * suffixes.TAIL) / 4  # they take eight bytes, others four
+    assert 30 * suffixes.TAIL - sorted_tokens <= 1.1 * suffixes.TAIL
+
+
 def test_the_oldest_tokens_are_forgotten_first() -> None:
     texts, rng, added = Texts(), np.random.default_rng(0), list[int]()
     for _ in range(20):
