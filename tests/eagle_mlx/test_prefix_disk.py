@@ -23,6 +23,7 @@ from eagle_mlx.engine.disk.snapshot_file import blocks_of, state_at
 from eagle_mlx.engine.disk.store import Store
 from eagle_mlx.engine.prefix_tree import PrefixTree, common, keys_of
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import locked
 from tests.architectures import tiny_model
 from tests.disk_tier import (
     GREEDY,
@@ -290,6 +291,25 @@ def test_a_full_disk_is_reported_once_and_answers_continue(tmp_path: Path, monke
     written(busy)
     assert len(heard) == 1
     assert not list(disk(busy).folder.glob("*block*"))
+
+
+def test_a_text_waits_once_to_be_written_and_not_behind_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(tmp_path)
+    with locked(tmp_path, wait=True):  # the writer waits, too
+        answered(first, TEXT)
+        waiting = disk(first).bytes_waiting
+        assert waiting > 0
+        answered(first, TEXT)
+        assert disk(first).bytes_waiting == waiting
+        monkeypatch.setattr("eagle_mlx.engine.disk.tier._WAITING_BYTES", waiting - 1)
+        answered(first, TEXT[::-1])
+        assert disk(first).bytes_waiting == waiting
+        assert disk(first).left_out == 1
+    written(first)
+    assert disk(first).bytes_waiting == 0
+    assert nbytes(tmp_path) == disk(first).bytes_written > 0
 
 
 def test_a_file_that_cannot_be_opened_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
