@@ -194,7 +194,7 @@ def build(
     size = config.vocab_size
     token_ids = take_draft_vocabulary(folder, tensors, size, getattr(config, "draft_vocab_size", size))
     with reading(folder / "config.json"):
-        head: H = head_class(config) if token_ids is None else head_class(config, token_ids)
+        head: H = head_class(config, token_ids)
         if config.quantization is not None:
             nn.quantize(head, **config.quantization, class_predicate=lambda path, _: f"{path}.scales" in tensors)
     fill(folder, head, tensors, in_file)

@@ -34,8 +34,8 @@ class EagleConfig(LayerShape):
 class EagleHead(HeadBase[EagleConfig]):
     """Features are the target's last hidden states after its final norm; the target computes logits."""
 
-    def __init__(self, config: EagleConfig):
-        super().__init__(config)
+    def __init__(self, config: EagleConfig, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = [PlainLayer(config, index, normed=index > 0) for index in range(config.num_hidden_layers)]
 

@@ -39,8 +39,8 @@ class ToyConfig(LayerShape):
 class ToyHead(HeadBase[ToyConfig]):
     """One layer over the sum of embedding and feature."""
 
-    def __init__(self, config: ToyConfig):
-        super().__init__(config)
+    def __init__(self, config: ToyConfig, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         self.fc = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.layer = PlainLayer(config, 0)
 

@@ -76,7 +76,7 @@ class Kind(ABC, Generic[H]):
         usual = KIND_SETTINGS[config.head.kind].defaults.get("draft_vocab") if config.head.init_from else None
         size = min(config.head.draft_vocab or usual or target.vocab_size, target.vocab_size)
         shape = self.head_config(target, config, size, self.aux_layers(target, config))
-        return self.made(shape, mx.arange(size, dtype=mx.int32) if size < target.vocab_size else None)
+        return self.head_class(shape, mx.arange(size, dtype=mx.int32) if size < target.vocab_size else None)
 
     def check(self, target: Target, config: TrainSettings) -> None:
         """Raise ConfigError if no such head can be made for the target. Called before any states are captured."""
@@ -92,7 +92,7 @@ class Kind(ABC, Generic[H]):
     def new(self, target: Target, config: TrainSettings, kept: Kept, aux_layers: tuple[int, ...]) -> H:
         """Return a random head with layers that add nothing, and, if it has them, the target's norm and projection."""
         shape = self.head_config(target, config, target.vocab_size if kept is None else len(kept), aux_layers)
-        head = self.made(shape, None if kept is None else mx.array(kept, mx.int32))
+        head = self.head_class(shape, None if kept is None else mx.array(kept, mx.int32))
         randomize(head, config.run.seed)
         if "norm" in head:
             head.norm.weight = final_norm(target)
@@ -126,14 +126,11 @@ class Kind(ABC, Generic[H]):
         if missing > 0:
             windows = (*shape.windows, *[None] * missing) if shape.windows else ()
             more = {"num_hidden_layers": layers, "windows": windows}
-        plain = self.made(replace(shape, quantization=None, **more), head.token_ids)
+        plain = self.head_class(replace(shape, quantization=None, **more), head.token_ids)
         if more:
             randomize(plain, seed)
         plain.load_weights(list(plain_weights(head).items()), strict=not more)
         return plain
-
-    def made(self, config: Any, token_ids: mx.array | None) -> H:
-        return _made(self.head_class, config, token_ids)
 
     def mismatches(self, head: H, config: TrainSettings) -> Mapping[str, Any]:
         """Return a loaded head's values of the settings that determine a new head's shape."""
@@ -165,10 +162,6 @@ class Kind(ABC, Generic[H]):
             except ConfigError as e:
                 refused.append(e)
         raise refused[0]
-
-
-def _made(head_class: type[H], config: Any, token_ids: mx.array | None) -> H:
-    return head_class(config) if token_ids is None else head_class(config, token_ids)
 
 
 def plain_weights(module: nn.Module) -> dict[str, mx.array]:
@@ -292,7 +285,7 @@ def merged(head: Head, before: Mapping[str, mx.array] | None = None) -> Head:
     weights |= {f"{path}.weight": part.fuse().weight for path, part in adapted.items()}
     if before is not None:
         weights = {name: (before[name] + x) / 2 for name, x in weights.items()}
-    plain: Head = _made(type(head), head.config, head.token_ids)
+    plain: Head = type(head)(head.config, head.token_ids)
     plain.load_weights(list(weights.items()))
     plain.attach(head.target)
     plain.draft_window = head.draft_window

@@ -158,7 +158,7 @@ def probe(target: Target, config: TrainSettings, head: Head | None = None, free:
     """
     free = free_memory() if free is None else free
     kind: Any = KINDS[config.head.kind]
-    trained = kind.blank(target, config) if head is None else kind.made(head.config, head.token_ids)
+    trained = kind.blank(target, config) if head is None else type(head)(head.config, head.token_ids)
     choose_trained(trained, config)
     begin = mx.get_active_memory()
     stepper = Stepper(trained, target, config)

@@ -104,7 +104,7 @@ def with_vocabulary(head: Head, target: Target, kept: Kept, config: TrainSetting
         guess = rows[mx.array(new)] @ mx.array(fit[0])
         weights[name] = mx.where(had, weights[name][mx.array(place)], guess)
     token_ids = None if kept is None else mx.array(kept, mx.int32)
-    changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), token_ids)
+    changed: Head = type(head)(replace(head.config, draft_vocab_size=len(new)), token_ids)
     changed.load_weights(list(weights.items()))
     changed.attach(target)
     changed.draft_window = head.draft_window

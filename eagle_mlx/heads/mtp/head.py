@@ -123,8 +123,8 @@ def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Tensors) -> T
 class MTPHead(HeadBase[MTPConfig]):
     """A single layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
 
-    def __init__(self, config: MTPConfig):
-        super().__init__(config)
+    def __init__(self, config: MTPConfig, token_ids: mx.array | None = None):
+        super().__init__(config, token_ids)
         size, eps = self.hidden_size, float(config.layer["rms_norm_eps"])
         self.enorm = nn.RMSNorm(size, eps=eps)
         self.hnorm = nn.RMSNorm(size, eps=eps)
