@@ -15,9 +15,10 @@ EagleError
 HeadWarning, a UserWarning: a head that fits, but whose drafts are rarely accepted or whose config has unknown fields.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 
 class EagleError(Exception):
@@ -65,6 +66,16 @@ class OutputError(EagleError): ...
 
 
 class HeadWarning(UserWarning): ...
+
+
+def require(name: str, value: Any, kind: Any, meaning: str, least: float = -math.inf, most: float = math.inf) -> None:
+    """Raise ConfigError, with the name as its field, if an argument has another type or is out of range.
+
+    `kind`: as in `isinstance`, but float takes whole numbers, and neither it nor int takes bools.
+    """
+    kinds, is_number = int | float if kind is float else kind, kind in (int, float)
+    if not isinstance(value, kinds) or (is_number and (isinstance(value, bool) or not least <= value <= most)):
+        raise ConfigError(f"{name} must be {meaning}; got {' '.join(repr(value).split())[:80]}", name)
 
 
 @contextmanager

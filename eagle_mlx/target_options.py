@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eagle_mlx.errors import ConfigError, in_one_line
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import ABOVE_0, RANK_SECONDS, Group, setting
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ _OF_THE_RENDERING = {
     *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
 """Arguments that are set by the code that renders a template."""
-_OF_A_TEMPLATE = "{"  # every template that shows a message has one; file names should not
 
 
 @dataclass(frozen=True)
@@ -83,39 +81,14 @@ class TargetOptions(Group):
                 self.load(name)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for `load_target`. Raises ConfigError if a template's file cannot be read."""
+        """Return the arguments for `load_target`."""
         return {
             "adapter_path": self.adapter_path or None,
             "trust_remote_code": self.trust_remote_code,
             "extra_eos_tokens": self.extra_eos_tokens,
-            "chat_template": _template(self.chat_template),
+            "chat_template": self.chat_template or None,
             "chat_template_args": _template_args(self.chat_template_args),
         }
-
-
-def _template(given: str) -> str | None:
-    """Return the template given as text or in a file; None if none is given."""
-    text = given
-    if given and _OF_A_TEMPLATE not in given:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--chat-template {given} is not a template, and no file: {in_one_line(e)}") from e
-        if _OF_A_TEMPLATE not in text:
-            raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")
-    if text:
-        _check_syntax(text)
-    return text or None
-
-
-def _check_syntax(template: str) -> None:
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:  # with the statements that transformers adds
-        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except TemplateSyntaxError as e:
-        raise ConfigError(f"--chat-template has a syntax error in line {e.lineno}: {e.message}") from e
 
 
 def _template_args(text: str) -> dict[str, Any]:

@@ -155,6 +155,8 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
     for given in (broken, str(file)):
         with pytest.raises(ConfigError, match="--chat-template has a syntax error in line 2: Expected an expression"):
             TargetOptions(chat_template=given).load(models[0])
+        with pytest.raises(ConfigError, match="--chat-template has a syntax error in line 2: Expected an expression"):
+            em.load_target(models[0], chat_template=given)
     of_transformers = "{% for m in messages %}{%- generation -%}x{% endgeneration %}{% break %}{% endfor %}"
     assert TargetOptions(chat_template=of_transformers).load(models[0])
 
