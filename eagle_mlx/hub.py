@@ -16,8 +16,9 @@ from typing import cast
 import huggingface_hub
 import yaml
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
-from eagle_mlx.errors import EagleError, OutputError
+from eagle_mlx.errors import EagleError, OutputError, require
 
 DEFAULT_OWNER = "mlx-community"
 _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md")
@@ -56,6 +57,7 @@ def resolve(name: str | Path, code: bool = False, licenses: Collection[str] = ()
     Python files only with `code`. License, size and commit are printed first (`announce`). Raises EagleError if the
     name is not a folder and the hub has no such model, denies access or cannot be reached, and as `announce` does.
     """
+    require("the name of a model", name, str | Path, "a folder or a hub id")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -217,10 +219,11 @@ def _reason(repo: str, error: BaseException) -> str:
 
 def hub_id(name: str | Path) -> str | None:
     """Return the hub id that a name stands for; None if it can only be a path."""
-    text = str(name)
-    if not text or text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text or text.count("/") > 1:
-        return None
-    return text if "/" in text else f"{DEFAULT_OWNER}/{text}"
+    repo = str(name) if "/" in str(name) else f"{DEFAULT_OWNER}/{name}"
+    with suppress(errors.HFValidationError):
+        validate_repo_id(repo)
+        return repo
+    return None
 
 
 def public_name(name: str | Path) -> str:

@@ -40,6 +40,10 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path) -> None:
         ("./model", None),
         ("a/b/c", None),
         ("", None),
+        *(
+            (name, None)
+            for name in ("~/model", "model/", "my model", "models (2)/x", r"C:\models", "x" * 100, "a\ud800")
+        ),
     ],
 )
 def test_hub_ids(name: str, repo: str | None) -> None:
