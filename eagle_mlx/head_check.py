@@ -10,7 +10,7 @@ from pathlib import Path
 from eagle_mlx import heads
 from eagle_mlx.cache import check_cacheable
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, EagleError, HeadWarning, TargetError
+from eagle_mlx.errors import EagleError, HeadWarning, TargetError, require
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy
@@ -58,8 +58,7 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
     models that decode one row at a time. With `check=False` nothing is decoded. Raises CheckpointError if files cannot
     be read, HeadError if the head is for another target, ConfigError for other `bits`.
     """
-    if not (target is None or isinstance(target, Target)):
-        raise ConfigError("a head is loaded with em.load_head(name, target), with a target of em.load_target(name)")
+    require("target", target, Target | None, "a Target, such as em.load_target(name)")
     check_bits(bits)
     head = heads.load_head(name, target)
     quantize_for(head, target, bits)

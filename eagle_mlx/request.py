@@ -12,7 +12,7 @@ from numbers import Integral
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import PromptError, require
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.vision.images import ImageLimits, take_images
 from eagle_mlx.vision.spans import ImagePrompt, ImageSpan, placed
@@ -60,7 +60,7 @@ class Output:
 
     text: str
     tokens: list[int]  # includes the stop token, or the token that completed a stop string, if there is one
-    finish_reason: str  # `stop`, `length`, `cancelled` or `error`
+    finish_reason: str  # `stop`, `length`, `cancelled` or `error`; empty before the end
     prompt_tokens: int
     rounds: int  # target forwards that emitted tokens
     drafted: int
@@ -119,10 +119,9 @@ def make_request(
     Raises PromptError if the prompt is empty or does not fit the target's context, if a boundary is outside the prompt,
     or if the target does not support the params.
     """
-    if not isinstance(params, SamplingParams):
-        raise ConfigError(
-            f"params must be em.SamplingParams, such as em.SamplingParams(max_tokens=100), not {params!r}"
-        )
+    require("params", params, SamplingParams, "em.SamplingParams, such as em.SamplingParams(max_tokens=100)")
+    for name, text in names.items():
+        require(name, text, str, "text")
     prompt = prompt if isinstance(prompt, ImagePrompt) else read_prompt(target, prompt)
     tokens = prompt.tokens
     context = target.context_length
@@ -139,7 +138,8 @@ def make_request(
         raise PromptError(f"logit_bias {problem}", "logit_bias")
     if prompt.images and prompt.images[-1].end >= len(tokens):
         raise PromptError("a prompt cannot end with an image; let text follow it")
-    if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:
+    require("boundaries", boundaries, Sequence, "lengths of beginnings of the prompt")
+    if outside := [at for at in boundaries if not (isinstance(at, int) and 0 <= at <= len(tokens))]:
         raise PromptError(f"boundary {outside[0]} is outside the prompt of {len(tokens)} tokens")
     if params.stop and target.tokenizer is None:
         raise PromptError("this target has no tokenizer; give stop_token_ids instead of stop")

@@ -147,6 +147,8 @@ class RequestState:
         self.limit, self.image_bytes = request.limit, sum(span.image.nbytes for span in request.images)
         self.grammar = self.params.grammar() if self.params.grammar else None
         self.watcher = self.params.stop_watcher() if self.params.stop_watcher else None
+        if (self.params.grammar and self.grammar is None) or (self.params.stop_watcher and self.watcher is None):
+            raise ConfigError("grammar or stop_watcher returned None; return what it creates, or leave it out")
         self.stops = StopStrings(self.params.stop) if self.params.stop and tokenizer is not None else None
         ends_by_text = self.stops is not None or self.watcher is not None
         self.decoder = IncrementalText(tokenizer) if tokenizer is not None and ends_by_text else None
@@ -255,21 +257,21 @@ class RequestState:
 
     def output(self, tokenizer: TokenizerWrapper | None) -> Output:
         """Return the output so far. Without a tokenizer the text is empty."""
-        tokens, counts = self.tokens, self.counts
+        tokens, counts = list(self.tokens), self.counts
         shown = tokens[:-1] if tokens and tokens[-1] in self.request.stop_ids else tokens
         text = tokenizer.decode(shown) if tokenizer is not None else ""
         text, stop = self.stops.cut(text) if self.stops else (text, None)
         return Output(
             text=text,
             tokens=tokens,
-            finish_reason=self.finish_reason or "length",
+            finish_reason=self.finish_reason or "",
             prompt_tokens=counts.prompt_tokens,
             rounds=counts.rounds,
             drafted=sum(counts.drafted_by_position),
             accepted=sum(counts.accepted_by_position),
-            drafted_by_position=counts.drafted_by_position,
-            accepted_by_position=counts.accepted_by_position,
-            logprobs=self.logprobs if self.wants_logprobs else None,
+            drafted_by_position=list(counts.drafted_by_position),
+            accepted_by_position=list(counts.accepted_by_position),
+            logprobs=list(self.logprobs) if self.wants_logprobs else None,
             lossless=self.lossless,
             forced=counts.forced,
             draft_failures=counts.draft_failures,

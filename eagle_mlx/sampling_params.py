@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, require
 from eagle_mlx.setting import Limit
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MOST_LOGPROBS = 20
 _MOST_ID = 2**31 - 1
 
 _PENALTY = (float, -100, 100, "a number from -100 to 100 (0: off)")
-_RANGES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
+_RANGES: Mapping[str, tuple[type[float], float, float, str]] = {
     "temperature": (float, 0, 1e6, "a number from 0 (greedy) to 1e6"),
     "top_k": (int, 0, _MOST_ID, "an integer of at least 0 (0 keeps all)"),
     "top_p": (float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)"),
@@ -37,8 +37,10 @@ _RANGES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "top_logprobs": (int, 0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}"),
+    "logprobs": (bool, 0, 1, "True or False (top_logprobs sets how many)"),
+    **dict.fromkeys(("ignore_eos", "memory", "learn"), (bool, 0, 1, "True or False")),
 }
-"""Types, limits and descriptions of the numbers in `SamplingParams`."""
+"""Types, limits and descriptions of the numbers and bools in `SamplingParams`."""
 
 LogitsProcessor = Callable[[list[int], "mx.array"], "mx.array"]
 """Takes the prompt with the text so far and logits [1, V]; returns logits [1, V], as in mlx-lm.
@@ -142,10 +144,10 @@ class SamplingParams:
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _error("stop", "non-empty strings", self.stop)
-        if not all(callable(maker) for maker in (*self.logits_processors, self.grammar or dict)):
-            raise ConfigError("logits_processors must be callables, and grammar one that returns a grammar")
-        if not callable(self.stop_watcher or dict):
-            raise ConfigError("stop_watcher must be a callable that returns a watcher")
+        for processor in self.logits_processors:
+            require("logits_processors", processor, Callable, "callables")
+        for name in ("grammar", "stop_watcher"):
+            require(name, getattr(self, name), Callable | None, f"a callable that creates a {name.split('_')[-1]}")
         if self.acceptance not in get_args(Acceptance):
             raise _error("acceptance", f"one of {', '.join(get_args(Acceptance))}", self.acceptance)
         if self.drafter not in (None, *get_args(Drafter)):
@@ -154,12 +156,12 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         for name, (kind, least, most, meaning) in _RANGES.items():
             if (value := getattr(self, name)) is not None or name not in ("seed", "num_speculative_tokens"):
-                _require(name, value, kind, least, most, meaning)
+                require(name, value, kind, meaning, least, most)
         for token in self.stop_token_ids:
-            _require("stop_token_ids", token, int, 0, _MOST_ID, "token ids, integers of at least 0")
+            require("stop_token_ids", token, int, "token ids, integers of at least 0", 0, _MOST_ID)
         for token, bias in self.logit_bias.items():
-            _require("logit_bias", token, int, 0, _MOST_ID, "a number for each token id, ids of at least 0")
-            _require("logit_bias", bias, float, -1e4, 1e4, "numbers from -10000 to 10000 by token id")
+            require("logit_bias", token, int, "a number for each token id, ids of at least 0", 0, _MOST_ID)
+            require("logit_bias", bias, float, "numbers from -10000 to 10000 by token id", -1e4, 1e4)
 
     @property
     def rule(self) -> Rule:
@@ -188,12 +190,6 @@ def limit_of(name: str) -> Limit:
     """Return the limit of a field of `SamplingParams`, for settings that fill it."""
     _, least, most, meaning = _RANGES[name]
     return Limit(lambda value: least <= value <= most, f"must be {meaning}; got {{}}")
-
-
-def _require(name: str, value: float, kind: type[int] | type[float], least: float, most: float, meaning: str) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise _error(name, meaning, value)
 
 
 def _error(name: str, meaning: str, value: object) -> ConfigError:

@@ -170,6 +170,86 @@ INPUTS: dict[str, tuple[Callable[[Path, Any], object], list[Any] | Callable[[Pat
 }
 
 
+def generate(**changed: Any) -> None:
+    """Decode with an engine, or a request, of which one argument is another."""
+    target = tiny_target(tokenizer=True)
+    request = {name: changed.pop(name) for name in ("prompts", "params") if name in changed}
+    em.Engine(**{"target": target, "proposer": tiny_head(target), **changed}).generate(
+        **{"prompts": [[1, 2, 1, 2]], "params": em.SamplingParams(max_tokens=4), **request}
+    )
+
+
+def submit(**changed: Any) -> None:
+    engine = em.Engine(tiny_target(), prefix_cache_bytes=1 << 20)
+    engine.submit(engine.prepare(**{"prompt": [1, 2], "params": em.SamplingParams(max_tokens=2), **changed}))
+    while not engine.idle:
+        engine.step()
+
+
+def change(**changed: Any) -> None:
+    """Change an engine between steps."""
+    engine = em.Engine(tiny_target())
+    for name, value in changed.items():
+        setattr(engine, name, value)
+    engine.generate([1, 2], em.SamplingParams(max_tokens=2))
+
+
+def head_of(**changed: Any) -> em.HeadProposer:
+    return em.HeadProposer(**{"head": tiny_head(tiny_target()), **changed})
+
+
+def hybrid_of(**changed: Any) -> em.HybridProposer:
+    return em.HybridProposer(**{"model": tiny_head(tiny_target()), **changed})
+
+
+def policy_of(kind: Callable[..., Any], **others: Any) -> Callable[..., None]:
+    return lambda **changed: generate(policy=kind(**{**others, **changed}))
+
+
+CALLS: dict[str, tuple[Callable[..., object], str]] = {
+    "Engine": (generate, "target proposer policy max_batch prefill_chunk kv_bytes prefill_ms observer clock"),
+    "generate": (generate, "prompts params"),
+    "prepare": (submit, "prompt params client namespace conversation boundaries"),
+    "an engine between steps": (change, "max_batch observer"),
+    "SamplingParams": (
+        lambda **changed: generate(params=em.SamplingParams(**{"max_tokens": 4, **changed})),
+        "temperature top_k seed max_tokens stop stop_token_ids drafter logprobs top_logprobs memory learn ignore_eos",
+    ),
+    "FixedPolicy": (policy_of(em.FixedPolicy, k=2), "k nodes"),
+    "AcceptancePolicy": (policy_of(em.AcceptancePolicy), "k alpha threshold disable_at_rows"),
+    "ThroughputPolicy": (policy_of(em.ThroughputPolicy), "max_depth explore max_nodes curve"),
+    "NgramProposer": (lambda **changed: generate(proposer=em.NgramProposer(**changed)), "max_ngram min_ngram memory"),
+    "HeadProposer": (lambda **changed: generate(proposer=head_of(**changed)), "head draft_window draft_sink"),
+    "HybridProposer": (lambda **changed: generate(proposer=hybrid_of(**changed)), "model ngrams"),
+    "DraftModelProposer": (em.DraftModelProposer, "draft"),
+    "Memory": (em.Memory, "nbytes"),
+    "learn_costs": (lambda **changed: em.learn_costs(**{"target": tiny_target(), **changed}), "target kv_bits"),
+    "load_target": (lambda **changed: em.load_target(**{"name": "missing", **changed}), "name chat_template"),
+    "load_head": (lambda **changed: em.load_head(**{"name": "missing", **changed}), "name target bits"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_other_types_are_taken_or_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    call, arguments = CALLS[name]
+    for argument in arguments.split():
+        errors = list[str]()
+        for wrong in (*WRONG, object(), 0, b"x"):
+            if argument == "curve" and wrong in (["x"], [[]], [{}]):
+                continue
+            try:
+                call(**{argument: wrong})
+            except EagleError as e:
+                errors.append(str(e))
+        assert errors, f"{argument} is not read"
+        assert all(0 < len(error.splitlines()[0]) == len(error) for error in errors)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", INPUTS)
 def test_values_of_other_types_are_taken_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def _masks(request: RequestState, draft: Sequence[int], vocab: int) -> list[mx.a
 def said(value: object) -> str:
     if isinstance(value, mx.array):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('mlx.core.')}"
-    return f"{value!r:.80}"
+    return " ".join(repr(value).split())[:80]
 
 
 def walk(grammar: Grammar, draft: Iterable[int]) -> list[mx.array]:

@@ -21,6 +21,7 @@ from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.collector import Collector
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
+from eagle_mlx.errors import require
 from eagle_mlx.plan import MATCH, PLAIN, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, check_draft
 from eagle_mlx.request_state import RequestState
@@ -68,6 +69,7 @@ class Batch:
         """None without a proposer, and after it raised, until the texts have been read again."""
         if self.state is None and proposer:
             self.state = proposer.open(texts)
+            require(f"what {type(proposer).__name__}.open returns", self.state, ProposerState, "a ProposerState")
             if past and past.draft is not None:
                 self.state.resume(past.draft)
         if self.state is not None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.errors import require
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, fingerprint
@@ -32,7 +33,7 @@ Times = dict[int, list[float]]  # the one or two shortest times, in seconds, of 
 
 
 def learn_costs(
-    target: Target, kv_bits: int | None = None, exact: bool = False, folder: Path | None = None
+    target: Target, kv_bits: int | None = None, exact: bool = False, folder: str | Path | None = None
 ) -> Curve | None:
     """Return a target's cost curve for `ThroughputPolicy`; None if too few sizes could be measured.
 
@@ -40,6 +41,7 @@ def learn_costs(
     not settled yet, so that times from a busy machine improve. `kv_bits`, `exact`: the engine's. Raises TargetError if
     the target has no cache of `kv_bits`.
     """
+    require("target", target, Target, "a Target, such as em.load_target(name)")
     check_cacheable(target.model, kv_bits=kv_bits)
     about = {
         "version": _VERSION,
@@ -48,7 +50,7 @@ def learn_costs(
         "kv_bits": kv_bits,
     }
     digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    file = (folder or cache_folder() / "costs") / f"{digest}.json"
+    file = Path(folder or cache_folder() / "costs") / f"{digest}.json"
     saved = _read(file)
     times = saved if target.ranks > 1 else measured_times(target, kv_bits, saved)
     if len(times) < 2:

@@ -22,7 +22,7 @@ from eagle_mlx.engine.groups import GROUPS, Groups, KVBudget, RoundReads, check_
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.runner import Collect, Pause, Runner, Work
 from eagle_mlx.engine.schedule import Schedule
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import ConfigError, PromptError, require
 from eagle_mlx.plan import PREFILL_CHUNK, PREFILL_MS, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
@@ -57,20 +57,16 @@ def _bound(proposer: ProposerLike, target: Target) -> Proposer:
     """Return a proposer that is bound to the target. Raises early if the target has no hidden states for it."""
     bound = as_proposer(proposer)
     bound.bind(target)
+    require(f"aux_layers of {type(bound).__name__}", bound.aux_layers, tuple | list, "a tuple of layers")
     target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), bound.aux_layers)  # evaluates nothing
     return bound
 
 
-def _loaded(target: object) -> Target:
+def _loaded(target: Target | str | Path) -> Target:
     """Return a target, loaded if it is a name. Raises ConfigError for anything else."""
-    if isinstance(target, Target):
-        return target
-    if not isinstance(target, str | Path):
-        raise ConfigError(
-            f"target must be a Target, a folder or a hub id, not a {type(target).__name__}; load one with "
-            "em.load_target(name), or use em.Target(model, tokenizer)"
-        )
-    return load_target(target)
+    ways = "a folder or a hub id, em.load_target(name), or em.Target(model, tokenizer)"
+    require("target", target, Target | str | Path, ways)
+    return target if isinstance(target, Target) else load_target(target)
 
 
 class Engine:
@@ -119,15 +115,16 @@ class Engine:
         `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         `collector`: collects texts with the hidden states that the proposer's head reads, to learn from them.
         """
-        target, sizes = _loaded(target), {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
-        sizes |= {} if kv_bytes is None else {"kv_bytes": kv_bytes}
-        check_settings(sizes, prefix_cache_bytes, prefill_ms, kv_bits, groups)
-        check_cacheable(target.model, max_batch, kv_bits)
-        proposer = None if proposer is None else _bound(proposer, target)
-        self.target, self.proposer = target, proposer
         self.max_batch, self.observer = max_batch, observer
         self.drafter = SamplingParams(drafter=drafter).drafter  # raises ConfigError for an unknown one
         """You may change these three between steps."""
+        self._check_changeable()
+        target = _loaded(target)
+        check_settings(prefill_chunk, prefix_cache_bytes, kv_bytes, prefill_ms, kv_bits, groups)
+        require("clock", clock, Callable, "a callable that returns seconds")
+        check_cacheable(target.model, max_batch, kv_bits)
+        proposer = None if proposer is None else _bound(proposer, target)
+        self.target, self.proposer = target, proposer
         self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
         self.exact, self.collector = exact, collector
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
@@ -144,15 +141,17 @@ class Engine:
         self.groups = Groups(RoundReads.of(target, proposer, size), budget)
         self.runner = Runner(self.admission, self.groups, exact, clock)
         self._in_step = False
-        self.use_policy(policy or ThroughputPolicy())
+        self.use_policy(ThroughputPolicy() if policy is None else policy)
+
+    def _check_changeable(self) -> None:
+        require("max_batch", self.max_batch, int, "an integer of at least 1", 1, 1 << 20)
+        require("observer", self.observer, Callable | None, "a callable, or None")
 
     def use_policy(self, policy: Policy) -> None:
-        """Plan the next rounds with a new policy. Call this between steps. The text does not change.
-
-        Raises ConfigError if it is no policy.
-        """
-        if isinstance(policy, type) or not hasattr(policy, "plan"):
-            raise ConfigError(f"policy must be a policy, such as em.FixedPolicy(3), not {policy!r}")
+        """Plan the next rounds with a new policy. Call this between steps. The text does not change."""
+        if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("plan", "observe", "wants_trees")):
+            parts = "with plan, observe and wants_trees"
+            raise ConfigError(f"policy must be a policy {parts}, such as em.FixedPolicy(3), not {policy!r:.80}")
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
         """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
@@ -317,10 +316,11 @@ class Engine:
     def step(self) -> list[RequestState]:
         """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
 
-        Raises ConfigError if another thread is in a step.
+        Raises ConfigError if another thread is in a step, or if `max_batch` or `observer` became invalid.
         """
         if self._in_step:
             raise ConfigError("another thread decodes with this engine: let one thread call it, or one after another")
+        self._check_changeable()
         work, ended = None, list[RequestState]()
         try:
             self._in_step = True

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.errors import ConfigError, PromptError
+from eagle_mlx.errors import ConfigError, PromptError, require
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
@@ -172,16 +172,13 @@ class KVBudget:
 
 
 def check_settings(
-    sizes: Mapping[str, int], prefix_cache_bytes: int, prefill_ms: float, kv_bits: int | None, groups: int
+    chunk: int, prefix_bytes: int, kv_bytes: int | None, prefill_ms: float, kv_bits: int | None, groups: int
 ) -> None:
-    """Raise ConfigError if a setting of the engine is invalid. `sizes`: values that must be at least 1, by name."""
-    for name, size in sizes.items():
-        if not (isinstance(size, int | float) and size >= 1):
-            raise ConfigError(f"{name} must be at least 1; got {size!r}")
-    if not (isinstance(prefix_cache_bytes, int | float) and prefix_cache_bytes >= 0):
-        raise ConfigError(f"prefix_cache_bytes must be at least 0; got {prefix_cache_bytes!r}")
-    if not (isinstance(prefill_ms, int | float) and prefill_ms > 0):
-        raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms!r}")
+    """Raise ConfigError if a setting of the engine is invalid."""
+    require("prefill_chunk", chunk, int, "an integer of at least 1", 1)
+    require("kv_bytes", 1 if kv_bytes is None else kv_bytes, float, "a number of at least 1, or None", 1)
+    require("prefix_cache_bytes", prefix_bytes, float, "a number of at least 0", 0)
+    require("prefill_ms", prefill_ms, float, "a number above 0", 1e-9)
     if groups not in range(1, GROUPS + 1):
         raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
     if kv_bits not in (None, 4, 8):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import require
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 
+_DEEPEST = 1024  # no draft is longer, or a tree larger
 _EXPLORE_EVERY = 32  # plain rounds per exploring round, which takes about a quarter longer: less than 1 % in all
 
 
@@ -31,10 +32,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Returns the same plan for every round. Rows with a source draft from it; then, the others draft chains.
-
-    Raises ConfigError if a number is not an integer of at least 0.
-    """
+    """Returns the same plan for every round. Rows with a source draft from it; then, the others draft chains."""
 
     k: int
     """Draft tokens of each row."""
@@ -80,8 +78,8 @@ class AcceptancePolicy:
 
     def __post_init__(self) -> None:
         check_depths(k=self.k, disable_at_rows=self.disable_at_rows)
-        check_share("alpha", self.alpha)
-        check_share("threshold", self.threshold)
+        require("alpha", self.alpha, float, "a number from 0 to 1", 0, 1)
+        require("threshold", self.threshold, float, "a number from 0 to 1", 0, 1)
 
     def plan(self, context: Context) -> Plan:
         return PLAIN if 0 < self.disable_at_rows <= context.rows + context.elsewhere else Plan(self._depth())
@@ -101,12 +99,6 @@ class AcceptancePolicy:
 
 
 def check_depths(**values: int) -> None:
-    """Raise ConfigError, with the name, if a value is not a whole number."""
+    """Raise ConfigError, with the name, if a value is no number of tokens or rows."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{name} must be an integer of at least 0; got {value!r}")
-
-
-def check_share(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}")
+        require(name, value, int, f"an integer from 0 to {_DEEPEST}", 0, _DEEPEST)

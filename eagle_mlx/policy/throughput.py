@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median_low
 
+from eagle_mlx.errors import require
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import estimates
-from eagle_mlx.policy.base import check_depths, check_share
+from eagle_mlx.policy.base import check_depths
 
 MOST_TOKENS = 8  # the default length limit of a chain: early exits are rare after it
 _LONGER = 2
@@ -111,7 +112,8 @@ class ThroughputPolicy:
         """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees. `curve`: seconds of a
         forward by tokens (`learn_costs`)."""
         check_depths(max_depth=max_depth, max_nodes=max_nodes)
-        check_share("explore", explore)
+        require("explore", explore, float, "a number from 0 to 1", 0, 1)
+        require("curve", curve, list | tuple | None, "what em.learn_costs(target) returns")
         self.max_depth, self.explore = max_depth, explore
         self.costs = estimates.Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]

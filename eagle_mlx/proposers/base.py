@@ -125,7 +125,7 @@ class ProposerState(ABC):
 class Proposer(ABC):
     """Drafts for all batches. Methods that are not abstract have defaults that do nothing."""
 
-    name: str
+    name: str = "proposer"
     aux_layers: tuple[int, ...] = ()
     """Target layers, counted from 0, whose outputs `observe` needs."""
     abilities = Abilities()
@@ -224,7 +224,7 @@ def _check_arrays(draft: Any, by: str, plan: Plan, rows: int, vocab: int) -> Non
         raise ProposerError(f"the proposer {by!r} returned {what}; {wanted}")
 
     if not isinstance(draft, Draft):
-        refuse(f"{draft!r:.80} as a draft", "return an eagle_mlx.decoding.draft.Draft, without tokens if it has none")
+        refuse(f"{said(draft)} as a draft", "return an eagle_mlx.decoding.draft.Draft, without tokens if it has none")
     tokens, lengths, probs, tree = draft.tokens, draft.lengths, draft.probs, draft.tree
     if not _holds(tokens, mx.integer) or tokens.ndim != 2 or tokens.shape[0] != rows:
         refuse(f"{said(tokens)} as tokens", f"return [{rows}, k] int32, one line per row")
@@ -234,15 +234,18 @@ def _check_arrays(draft: Any, by: str, plan: Plan, rows: int, vocab: int) -> Non
     if probs is not None and (not _holds(probs, mx.floating) or probs.shape != wanted):
         refuse(f"{said(probs)} as probs", f"return {list(wanted)} float32, or None if nothing was sampled")
     if tree is not None:
+        if not isinstance(tree, Tree):
+            refuse(f"{said(tree)} as a tree", "return an eagle_mlx.decoding.draft.Tree, or None for chains")
         if not plan.is_tree:
             refuse("a tree instead of a chain", "return one only if plan.is_tree")
         if not _holds(tree.parents, mx.integer) or tree.parents.shape != tokens.shape:
             refuse(f"{said(tree.parents)} as a tree's parents", f"return {list(tokens.shape)} int32, one per token")
         if not isinstance(tree.levels, int) or tree.levels < 1:
             refuse(f"{tree.levels!r} as a tree's levels", "return a bound on its depth, at least 1")
-    for looked in draft.confidences:
-        if len(looked) != rows or not all(0 <= confidence <= 1 for confidence in looked):
-            refuse(f"{looked!r:.80} as confidences", f"return {rows} numbers from 0 to 1 for each check")
+    for looked in draft.confidences if isinstance(draft.confidences, Sequence) else [draft.confidences]:
+        shares = isinstance(looked, Sequence) and [share for share in looked if isinstance(share, int | float)]
+        if not shares or not len(looked) == len(shares) == rows or not all(0 <= share <= 1 for share in shares):
+            refuse(f"{said(looked)} as confidences", f"return {rows} numbers from 0 to 1 for each check")
 
 
 def _holds(x: Any, kind: mx.DtypeCategory) -> bool:

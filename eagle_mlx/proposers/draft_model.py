@@ -16,7 +16,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.errors import TargetError, require
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.drafting import Draws, draft_chain
@@ -38,15 +38,14 @@ class DraftModelProposer(Proposer):
     """Drafts with a whole model, usually a smaller one of the target's family (Leviathan et al. 2023, section 2).
 
     `bind` raises TargetError if the models have different vocabularies, special tokens or end-of-turn tokens: the same
-    ids would mean different texts. The constructor raises ConfigError for anything but a loaded model.
+    ids would mean different texts.
     """
 
     name = "draft"
     movable = True
 
     def __init__(self, draft: Target):
-        if not isinstance(draft, Target):
-            raise ConfigError(f"draft must be a Target, not {draft!r}; load one with em.load_target(name)")
+        require("draft", draft, Target, "a Target, such as em.load_target(name)")
         check_cacheable(draft.model)
         self.draft = draft
         self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))
@@ -126,7 +125,8 @@ class DraftModelState(ProposerState):
         self.proposer.plain_rounds = 0
         for text in self.texts:
             text.started = True
-        logits = self._read_newest()
+        most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
+        logits = self._read([text.unread[:most] for text in self.texts])
         fits = [self._fits(text, plan.depth) for text in self.texts]
         if not all(fits):
             self.proposer.warn_of_long_text()
@@ -159,11 +159,6 @@ class DraftModelState(ProposerState):
     def _fits(self, text: _RowText, depth: int = 0) -> bool:
         """Return whether a row's text, with a draft of `depth` tokens, fits the draft model's context."""
         return text.read + len(text.unread) + depth <= self.proposer.draft.context_length
-
-    def _read_newest(self) -> mx.array | None:
-        """Read unread tokens, of a row that is far behind only some; return as `_read` does."""
-        most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
-        return self._read([text.unread[:most] for text in self.texts])
 
     def _read(self, pieces: list[list[int]]) -> mx.array | None:
         """Read unread tokens of each row whose text fits; return the logits [B, 1, V] after them, None if there are

@@ -16,7 +16,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.errors import ConfigError, HeadError, require
 from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.heads import KINDS, HeadBase, check_fit
 from eagle_mlx.heads.base import DraftHead
@@ -35,9 +35,8 @@ SINK = 4
 
 def window_of(head: DraftHead, size: int | None, sink: int | None) -> DraftWindow | None:
     """Return the draft window of a head, None for the whole text; arguments as in `HeadProposer`."""
-    given = [value for value in (size, sink) if value is not None]
-    if any(value < 0 for value in given):
-        raise ConfigError(f"draft_window and draft_sink must be at least 0, not {min(given)}")
+    for name, value in (("draft_window", size), ("draft_sink", sink)):
+        require(name, value or 0, int, "an integer of at least 0", 0)
     size = head.draft_window if size is None else size
     if not size:
         if sink:
@@ -59,8 +58,7 @@ class HeadProposer(Proposer):
         `draft_window`: 0 for the whole text; by default, the window that the head was trained with, if any. Raises
         ConfigError if the head's layers have windows of their own, or if it is no head.
         """
-        if not isinstance(head, HeadBase):
-            raise ConfigError(f"head must be a head, not {head!r}; load one with em.load_head(name, target)")
+        require("head", head, HeadBase, "a head, such as em.load_head(name, target)")
         self.draft_window = window_of(head, draft_window, draft_sink)
         self.head: DraftHead = head  # once bound, a copy in the target's dtype if the dtypes differ
         self.name = next((kind.mode for kind in KINDS.values() if isinstance(head, kind.head_class)), "eagle")

@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import require
 from eagle_mlx.proposers.suffixes import REACH, TOKEN_BYTES, Texts, last_of
 
 MEMORY_BYTES = 64 << 20
@@ -27,9 +27,7 @@ class Memory:
     """
 
     def __init__(self, nbytes: int = MEMORY_BYTES):
-        """Raises ConfigError if `nbytes` is not positive."""
-        if nbytes <= 0:
-            raise ConfigError(f"a memory of {nbytes} bytes holds nothing; give at least 1, or no memory")
+        require("nbytes", nbytes, float, "a number of bytes, at least 1", 1)
         self.limit = nbytes
         self.nbytes = 0
         """Bytes of all texts."""

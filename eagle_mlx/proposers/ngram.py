@@ -11,7 +11,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.decoding.draft import Draft, chains
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, require
 from eagle_mlx.plan import Abilities, Plan, Trial
 from eagle_mlx.proposers import ProposerLike, as_proposer
 from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState
@@ -40,7 +40,10 @@ class NgramProposer(Proposer):
         self, max_ngram: int = REACH, min_ngram: int = 1, prompt_lookup: bool = True, memory: Memory | None = None
     ):
         """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order or range."""
-        if not 1 <= min_ngram <= max_ngram:
+        for name, value in (("min_ngram", min_ngram), ("max_ngram", max_ngram)):
+            require(name, value, int, "an integer of at least 1", 1)
+        require("memory", memory, Memory | None, "an em.Memory, or None")
+        if min_ngram > max_ngram:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
         if min_ngram > REACH:
             raise ConfigError(f"a match compares at most {REACH} tokens, so min_ngram {min_ngram} would never match")
@@ -175,6 +178,7 @@ class HybridProposer(Proposer):
     def __init__(self, model: ProposerLike, ngrams: NgramProposer | None = None):
         """`model`: a head is wrapped in a HeadProposer. Raises ConfigError if it is neither a head nor a proposer."""
         model = as_proposer(model)
+        require("ngrams", ngrams, NgramProposer | None, "an em.NgramProposer, or None")
         self.model, self.ngrams = model, ngrams or NgramProposer(min_ngram=MIN_NGRAM)
         self.model_drafts = True
         """You may change this between steps: without it, only n-grams draft."""

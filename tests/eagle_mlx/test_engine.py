@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -639,6 +640,38 @@ def test_n_grams_that_no_request_may_use_cost_a_plain_engine_nothing() -> None:
     assert not any(row.tokens for state in states for row in state.rows)
 
 
+def test_an_output_before_the_end_is_a_copy_without_a_reason() -> None:
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2))
+    request = engine.prepare([1, 2, 1, 2], em.SamplingParams(max_tokens=12, logprobs=True))
+    engine.submit(request)
+    while len(request.tokens) < 3:
+        engine.step()
+    output = engine.output(request)
+    assert (output.finish_reason, output.tokens) == ("", request.tokens)
+    lists = output.tokens, output.drafted_by_position, output.accepted_by_position, output.logprobs
+    before = deepcopy(lists)
+    while not engine.idle:
+        engine.step()
+    assert lists == before
+    assert engine.output(request).finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["grammar", "stop_watcher"])
+def test_a_grammar_or_watcher_that_is_not_returned_is_refused(name: str) -> None:
+    params = em.SamplingParams(**{name: lambda: None})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="grammar or stop_watcher returned None"):
+        em.Engine(TARGET).generate([1, 2], params)
+
+
+def test_a_batch_without_places_is_refused_between_steps() -> None:
+    engine = em.Engine(TARGET)
+    engine.max_batch = 0
+    with pytest.raises(ConfigError, match="max_batch must be an integer of at least 1; got 0"):
+        engine.generate([1, 2])
+    engine.max_batch = 2
+    assert engine.generate([1, 2], em.SamplingParams(max_tokens=2)).finish_reason == "length"
+
+
 def test_drafter_and_policy_can_change_between_steps() -> None:
     proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
     engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3))
@@ -724,12 +757,12 @@ def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"prefix_cache_bytes": -5}, "prefix_cache_bytes must be at least 0; got -5"),
-        ({"prefix_cache_bytes": "2GB"}, "prefix_cache_bytes must be at least 0; got '2GB'"),
-        ({"max_batch": 0}, "max_batch must be at least 1; got 0"),
-        ({"max_batch": None}, "max_batch must be at least 1; got None"),
-        ({"prefill_chunk": "512"}, "prefill_chunk must be at least 1; got '512'"),
-        ({"prefill_ms": "5"}, "prefill_ms must be above 0; got '5'"),
+        ({"prefix_cache_bytes": -5}, "prefix_cache_bytes must be a number of at least 0; got -5"),
+        ({"prefix_cache_bytes": "2GB"}, "prefix_cache_bytes must be a number of at least 0; got '2GB'"),
+        ({"max_batch": 0}, "max_batch must be an integer of at least 1; got 0"),
+        ({"max_batch": None}, "max_batch must be an integer of at least 1; got None"),
+        ({"prefill_chunk": "512"}, "prefill_chunk must be an integer of at least 1; got '512'"),
+        ({"prefill_ms": "5"}, "prefill_ms must be a number above 0; got '5'"),
         ({"groups": None}, "groups must be 1 or 2; got None"),
         ({"drafter": "head"}, "drafter must be one of model, ngrams, none, or None; got 'head'"),
     ],
@@ -768,7 +801,7 @@ def test_a_head_drafts_without_being_wrapped() -> None:
     with_ngrams = em.Engine(TARGET, em.HybridProposer(head), policy=em.FixedPolicy(3))
     assert with_ngrams.generate(PROMPTS[0], em.SamplingParams(max_tokens=12)).drafted > 0
     for wrong in ("folder", TARGET, SimpleNamespace(bind=print)):
-        with pytest.raises(ConfigError, match="proposer must be a head or a proposer, not .*em.load_head"):
+        with pytest.raises(ConfigError, match="proposer must be a head or a proposer .*em.load_head.*; got"):
             em.Engine(TARGET, wrong)  # type: ignore[arg-type]
 
 
@@ -801,14 +834,14 @@ def test_a_model_with_ngrams_is_told_the_same_as_alone() -> None:
 def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
     engine, model = em.Engine(TARGET), TARGET.model
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: em.Engine(model), r"em.load_target\(name\), or use em.Target\(model, tokenizer\)"),  # type: ignore[arg-type]
+        (lambda: em.Engine(model), r"em.load_target\(name\), or em.Target\(model, tokenizer\)"),  # type: ignore[arg-type]
         (lambda: em.Engine(TARGET, policy="fixed"), "em.FixedPolicy"),  # type: ignore[arg-type]
         (lambda: em.Engine(TARGET, policy=em.FixedPolicy), "em.FixedPolicy"),  # type: ignore[arg-type]
         (lambda: em.HeadProposer("head"), r"em.load_head\(name, target\)"),  # type: ignore[arg-type]
         (lambda: em.DraftModelProposer("model"), r"em.load_target\(name\)"),  # type: ignore[arg-type]
         (lambda: engine.generate(PROMPTS[0], {"max_tokens": 3}), "em.SamplingParams"),  # type: ignore[call-overload]
         (lambda: engine.generate(PROMPTS[0], 3), "em.SamplingParams"),  # type: ignore[call-overload]
-        (lambda: em.load_head("head", "target"), "em.load_head"),  # type: ignore[arg-type]
+        (lambda: em.load_head("head", "target"), r"em.load_target\(name\)"),  # type: ignore[arg-type]
     ]
     for call, message in wrong:
         with pytest.raises(ConfigError, match=message):

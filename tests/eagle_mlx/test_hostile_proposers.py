@@ -19,7 +19,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
-from eagle_mlx.errors import ProposerError
+from eagle_mlx.errors import ConfigError, ProposerError
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, Proposer, check_draft
 from tests.architectures import VOCAB, sicken, tiny_model
@@ -272,6 +272,10 @@ def test_a_draft_ends_before_a_position_whose_probabilities_are_invalid(invalid:
         (lambda d: replace(d, confidences=[[0.5, 0.5], [0.5, float("nan")]]), "as confidences"),
         (lambda d: replace(d, confidences=[[0.5, 1.5]]), "as confidences"),
         (lambda d: replace(d, confidences=[[-0.1, 0.5]]), "as confidences"),
+        (lambda d: replace(d, confidences=None), "None as confidences"),
+        (lambda d: replace(d, confidences=[0.5, 0.5]), "0.5 as confidences"),
+        (lambda d: replace(d, confidences=[["a", "b"]]), "'b'. as confidences"),
+        (lambda d: replace(d, tokens=np.zeros((2, 3))), r"array\(\[\[0., 0., 0.\], \[0., 0., 0.\]\]\) as tokens"),
     ],
 )
 def test_unreadable_drafts_are_refused_with_the_proposers_name(change: Change, message: str) -> None:
@@ -293,15 +297,39 @@ def test_unreadable_drafts_are_refused_with_the_proposers_name(change: Change, m
         (Tree(mx.zeros((1, 3), mx.float32), 2), "float32 as a tree's parents"),
         (Tree(mx.zeros((1, 3), mx.int32), 0), "0 as a tree's levels"),
         (Tree(mx.zeros((1, 3), mx.int32), 2.5), "2.5 as a tree's levels"),  # type: ignore[arg-type]
+        ([[0, 0, 0]], r"\[\[0, 0, 0\]\] as a tree; return an eagle_mlx.decoding.draft.Tree"),
     ],
 )
-def test_unreadable_trees_are_refused(tree: Tree, message: str) -> None:
+def test_unreadable_trees_are_refused(tree: Any, message: str) -> None:
     def spoil(draft: Draft) -> Draft:
         return Draft(mx.zeros((1, 3), mx.int32), mx.array([3]), tree=tree)
 
     engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), policy=em.FixedPolicy(3, nodes=8))
     with pytest.raises(ProposerError, match=message):
         engine.generate(PROMPTS[:1], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"open": lambda *_: None}, "what Mine.open returns must be a ProposerState; got None"),
+        ({"open": lambda *_: [[1]]}, "what Mine.open returns must be a ProposerState; got"),
+        ({"aux_layers": 0}, "aux_layers of Mine must be a tuple of layers; got 0"),
+    ],
+)
+def test_a_proposer_without_a_state_or_layers_is_refused_by_its_class(attributes: dict[str, Any], message: str) -> None:
+    mine = type("Mine", (Hostile,), attributes)
+    with pytest.raises(ConfigError, match=message):
+        em.Engine(TARGET, mine(ALONE[GREEDY], 0, lambda draft: draft)).generate(PROMPTS[:2], GREEDY)
+
+
+def test_a_proposer_needs_no_name() -> None:
+    class Nameless(Proposer):
+        def open(self, prompts: Sequence[Sequence[int]]) -> Any:
+            return em.NgramProposer().open(prompts)
+
+    outputs = em.Engine(TARGET, Nameless(), policy=em.FixedPolicy(3)).generate(PROMPTS[:2], GREEDY)
+    assert [output.tokens for output in outputs] == ALONE[GREEDY][:2]
 
 
 def poisoned(poison: Sequence[int]) -> em.Target:

@@ -187,7 +187,7 @@ def test_a_request_gets_as_many_tokens_as_fit(most: int) -> None:
 
 
 def test_a_budget_must_hold_something() -> None:
-    with pytest.raises(ConfigError, match="kv_bytes must be at least 1"):
+    with pytest.raises(ConfigError, match="kv_bytes must be a number of at least 1"):
         em.Engine(TARGET, kv_bytes=0)
 
 

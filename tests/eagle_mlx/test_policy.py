@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy, base
 from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration, Costs, Drift
 from tests.eagle_mlx.worlds import CHAINS, World, result
+from tests.fakes import tiny_target
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
@@ -26,12 +28,40 @@ def test_fixed_policy_drafts_k_whatever_happens(k: int) -> None:
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "4", None])
 def test_what_is_no_length_is_refused(k: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^k must be an integer of at least 0"):
+    with pytest.raises(ConfigError, match=r"^k must be an integer from 0 to 1024"):
         FixedPolicy(k)
-    with pytest.raises(ConfigError, match=r"^k must be an integer of at least 0"):
+    with pytest.raises(ConfigError, match=r"^k must be an integer from 0 to 1024"):
         AcceptancePolicy(k)
-    with pytest.raises(ConfigError, match=r"^max_depth must be an integer of at least 0"):
+    with pytest.raises(ConfigError, match=r"^max_depth must be an integer from 0 to 1024"):
         ThroughputPolicy(k)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "what Mine.plan returns must be an eagle_mlx.plan.Plan; got None"),
+        (3, "what Mine.plan returns must be an eagle_mlx.plan.Plan; got 3"),
+        (Plan("3"), "the depth of a plan must be an integer of at least 0; got '3'"),  # type: ignore[arg-type]
+        (Plan(-1), "the depth of a plan must be an integer of at least 0; got -1"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_the_name_of_the_policy(plan: Any, message: str) -> None:
+    class Mine(FixedPolicy):
+        def plan(self, context: Context) -> Plan:
+            return cast(Plan, plan)
+
+    engine = em.Engine(tiny_target(), em.NgramProposer(), policy=Mine(1))
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        engine.generate([1, 2, 1, 2], em.SamplingParams(max_tokens=4))
+    engine.use_policy(FixedPolicy(1))
+    assert engine.generate([1, 2, 1, 2], em.SamplingParams(max_tokens=4)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("lacking", ["plan", "observe", "wants_trees"])
+def test_what_lacks_a_part_is_no_policy(lacking: str) -> None:
+    parts = {name: getattr(FixedPolicy, name) for name in ("plan", "observe", "wants_trees") if name != lacking}
+    with pytest.raises(ConfigError, match="policy must be a policy with plan, observe and wants_trees"):
+        em.Engine(tiny_target(), policy=type("Mine", (), parts)())
 
 
 def test_shares_and_sizes_out_of_range_are_refused() -> None:

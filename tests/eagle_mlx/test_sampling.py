@@ -92,7 +92,7 @@ def probs_of(probabilities: list[float], params: SamplingParams) -> list[float]:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_field_s_name(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{field}( must be .*; got|.* must be callables)|grammar one"):
+    with pytest.raises(ConfigError, match=rf"^{field} must be .*; got"):
         SamplingParams(**{field: value})
 
 
