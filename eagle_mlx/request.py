@@ -185,7 +185,7 @@ def read_prompt(target: Target, prompt: Prompt) -> ImagePrompt:
         except UnicodeEncodeError as e:
             raise PromptError(f"a prompt is not valid Unicode: {e.reason} at character {e.start}") from e
         return ImagePrompt(list(tokenizer.encode(prompt)), ())
-    messages, sources = take_images(cast(Sequence[Mapping[str, Any]], prompt))
+    messages, sources = take_images(cast(Sequence[Mapping[str, Any]], prompt), joins=target.vision is None)
     if sources and target.vision is None:
         raise PromptError(f"{target.name} reads only text; leave out the images, or load a model that sees")
     images = target.vision.read_all(sources, ImageLimits()) if sources and target.vision is not None else []

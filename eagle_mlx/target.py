@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from eagle_mlx import adapters, hooks, hub
 from eagle_mlx.cpu import SharedAngles, compute_dtype, use_shortcuts
-from eagle_mlx.errors import CheckpointError, TargetError, in_one_line, loading
+from eagle_mlx.errors import CheckpointError, TargetError, in_one_line, loading, require
 from eagle_mlx.formats.tensors import arrays_of, check_length
 from eagle_mlx.hooks import AddsFeatures, Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
@@ -59,6 +59,7 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper | None = None, name: str = ""):
+        require("model", model, nn.Module, "a model of mlx-lm (to load one by name: em.load_target)")
         self.model = model
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper | None) else TokenizerWrapper(tokenizer)
         self.name = name

@@ -140,17 +140,19 @@ def with_marks(parts: Sequence[Mapping[str, Any]], sources: list[object]) -> str
     return "".join(texts)
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
+def take_images(messages: Sequence[Mapping[str, Any]], joins: bool) -> tuple[list[dict[str, Any]], list[object]]:
     """Return messages with marks in place of images, and where the images come from.
 
     A content may be a list of parts: `{"type": "text", "text": …}`, `{"type": "image", "image": …}`, or
-    `{"type": "image_url", "image_url": {"url": …}}`. Without images, messages stay as they are.
+    `{"type": "image_url", "image_url": {"url": …}}`. Other parts stay as they are, unless `joins`: then several
+    texts become one, as models without vision need it.
     """
     sources, changed = list[object](), list[dict[str, Any]]()
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        if any(isinstance(part, Mapping) and part.get("type") in TYPES for part in parts):
+        types = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+        if any(kind in TYPES for kind in types) or (joins and 0 < len(types) == types.count("text")):
             content = with_marks(parts, sources)
         changed.append({**message, "content": content} if "content" in message else dict(message))
     return changed, sources

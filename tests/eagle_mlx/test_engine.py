@@ -785,6 +785,15 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         em.Engine(tiny_target(tokenizer=True)).generate([{"role": "user", "content": "ab\ud800"}])
 
 
+def test_texts_in_parts_are_one_text() -> None:
+    engine = em.Engine(tiny_target(tokenizer=True))
+    parts = [{"type": "text", "text": "import "}, {"type": "text", "text": "os"}]
+    prompts = [
+        engine.prepare([{"role": "user", "content": x}], em.SamplingParams()).prompt for x in (parts, "import os")
+    ]
+    assert prompts[0] == prompts[1]
+
+
 def test_a_message_that_breaks_the_template_is_one_error() -> None:
     target = tiny_target(tokenizer=True)
     assert target.tokenizer is not None
@@ -835,6 +844,8 @@ def test_arguments_of_another_type_are_refused_with_what_to_write() -> None:
     engine, model = em.Engine(TARGET), TARGET.model
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: em.Engine(model), r"em.load_target\(name\), or em.Target\(model, tokenizer\)"),  # type: ignore[arg-type]
+        (lambda: em.Target("name"), "em.load_target"),  # type: ignore[arg-type]
+        (lambda: em.Target(TARGET), "em.load_target"),  # type: ignore[arg-type]
         (lambda: em.Engine(TARGET, policy="fixed"), "em.FixedPolicy"),  # type: ignore[arg-type]
         (lambda: em.Engine(TARGET, policy=em.FixedPolicy), "em.FixedPolicy"),  # type: ignore[arg-type]
         (lambda: em.HeadProposer("head"), r"em.load_head\(name, target\)"),  # type: ignore[arg-type]
