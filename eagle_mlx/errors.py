@@ -68,6 +68,12 @@ class OutputError(EagleError): ...
 class HeadWarning(UserWarning): ...
 
 
+def check(holds: object, message: str) -> None:
+    """Raise ConfigError unless something holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def require(name: str, value: Any, kind: Any, meaning: str, least: float = -math.inf, most: float = math.inf) -> None:
     """Raise ConfigError, with the name as its field, if an argument has another type or is out of range.
 

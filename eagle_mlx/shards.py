@@ -19,7 +19,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from eagle_mlx.errors import ConfigError, OutputError, ShardError
+from eagle_mlx.errors import OutputError, ShardError, check
 from eagle_mlx.files import FINDER, PART, check_free, locked, swap, sync_folder, write_whole
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, block_size, dequantize, quantize
 
@@ -43,8 +43,7 @@ class ShardMeta:
     template: str = ""  # digest of the chat template and its arguments; empty if unknown
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ConfigError(f"hidden states have 16 or 8 bits per value, not {self.bits}")
+        check(self.bits in BITS, f"hidden states have 16 or 8 bits per value, not {self.bits}")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.errors import ConfigError, PromptError, require
+from eagle_mlx.errors import PromptError, check, require
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
@@ -179,10 +179,8 @@ def check_settings(
     require("kv_bytes", 1 if kv_bytes is None else kv_bytes, float, "a number of at least 1, or None", 1)
     require("prefix_cache_bytes", prefix_bytes, float, "a number of at least 0", 0)
     require("prefill_ms", prefill_ms, float, "a number above 0", 1e-9)
-    if groups not in range(1, GROUPS + 1):
-        raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
-    if kv_bits not in (None, 4, 8):
-        raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
+    check(groups in range(1, GROUPS + 1), f"groups must be 1 or {GROUPS}; got {groups!r}")
+    check(kv_bits in (None, 4, 8), f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
 
 
 class Groups:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning, in_one_line
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning, check, in_one_line
 
 NOTED = "zero_centred_norms"
 """Key under `eagle_mlx` in a config: every norm is zero-centered, so readers need not guess from the means."""
@@ -62,12 +62,6 @@ _MODE = "affine"  # mlx-lm's name for quantization with a scale and a bias per g
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31
-
-
-def check(holds: object, message: str) -> None:
-    """Raise ConfigError unless something holds."""
-    if not holds:
-        raise ConfigError(message)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

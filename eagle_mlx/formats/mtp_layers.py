@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
-from eagle_mlx.formats.fields import check, read_config
+from eagle_mlx.errors import CheckpointError, ConfigError, EagleError, check
+from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import INDEX, Tensors, check_floating, read_index, read_safetensors, read_tensors
 
 SIDECAR = "mtp.safetensors"  # a file of MTP layers that some conversions write next to the model's own files

@@ -10,7 +10,8 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx.formats.fields import Quantization, check, check_quantization, quantization_json, window_json
+from eagle_mlx.errors import check
+from eagle_mlx.formats.fields import Quantization, check_quantization, quantization_json, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
 _WRITTEN = (

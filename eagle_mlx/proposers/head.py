@@ -16,7 +16,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError, HeadError, require
+from eagle_mlx.errors import ConfigError, HeadError, check, require
 from eagle_mlx.formats.tensors import arrays_of
 from eagle_mlx.heads import KINDS, HeadBase, check_fit
 from eagle_mlx.heads.base import DraftHead
@@ -39,8 +39,7 @@ def window_of(head: DraftHead, size: int | None, sink: int | None) -> DraftWindo
         require(name, value or 0, int, "an integer of at least 0", 0)
     size = head.draft_window if size is None else size
     if not size:
-        if sink:
-            raise ConfigError("draft_sink keeps entries before a draft window; set draft_window, too")
+        check(not sink, "draft_sink keeps entries before a draft window; set draft_window, too")
         return None
     if any(getattr(head.config, "windows", ())):
         raise ConfigError("this head's layers have sliding windows of their own, so it takes no draft_window")

@@ -11,7 +11,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.decoding.draft import Draft, chains
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError, require
+from eagle_mlx.errors import require
 from eagle_mlx.plan import Abilities, Plan, Trial
 from eagle_mlx.proposers import ProposerLike, as_proposer
 from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState
@@ -40,13 +40,10 @@ class NgramProposer(Proposer):
         self, max_ngram: int = REACH, min_ngram: int = 1, prompt_lookup: bool = True, memory: Memory | None = None
     ):
         """Match `min_ngram` to `max_ngram` tokens, at most 16. Raises ConfigError if they are out of order or range."""
-        for name, value in (("min_ngram", min_ngram), ("max_ngram", max_ngram)):
-            require(name, value, int, "an integer of at least 1", 1)
+        require("max_ngram", max_ngram, int, "an integer of at least 1", 1)
+        most = min(max_ngram, REACH)
+        require("min_ngram", min_ngram, int, f"from 1 to max_ngram, and at most {REACH} (no match is longer)", 1, most)
         require("memory", memory, Memory | None, "an em.Memory, or None")
-        if min_ngram > max_ngram:
-            raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
-        if min_ngram > REACH:
-            raise ConfigError(f"a match compares at most {REACH} tokens, so min_ngram {min_ngram} would never match")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.prompt_lookup, self.memory = prompt_lookup, memory
 

@@ -277,7 +277,7 @@ def test_a_head_uses_the_window_that_it_was_trained_with() -> None:
     assert em.HeadProposer(head, 0).draft_window is None
     with pytest.raises(ConfigError, match="set draft_window, too"):
         em.HeadProposer(head, 0, 4)
-    with pytest.raises(ConfigError, match="at least 0, not -1"):
+    with pytest.raises(ConfigError, match="at least 0; got -1"):
         em.HeadProposer(head, -1)
     with pytest.raises(ConfigError, match="sliding windows of their own"):
         em.HeadProposer(eagle3(TARGET, num_hidden_layers=2, windows=(None, 6)), 64)

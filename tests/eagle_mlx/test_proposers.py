@@ -350,7 +350,7 @@ def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
 
 
 def test_ngram_sizes_must_make_sense() -> None:
-    with pytest.raises(ConfigError, match="min_ngram 3 and max_ngram 2"):
+    with pytest.raises(ConfigError, match="min_ngram must be from 1 to max_ngram, .*; got 3"):
         em.NgramProposer(max_ngram=2, min_ngram=3)
-    with pytest.raises(ConfigError, match="a match compares at most 16 tokens, so min_ngram 17 would never match"):
+    with pytest.raises(ConfigError, match="min_ngram must be .*at most 16.*; got 17"):
         em.NgramProposer(max_ngram=20, min_ngram=17)

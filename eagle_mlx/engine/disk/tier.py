@@ -20,7 +20,7 @@ from eagle_mlx.engine.disk import snapshot_file
 from eagle_mlx.engine.disk.snapshot_file import CHECKSUM, Content, Entry, Match, blocks_of, identity, state_at
 from eagle_mlx.engine.disk.store import Store
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, check
 from eagle_mlx.files import disk_bytes, free_disk
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
@@ -59,8 +59,7 @@ class DiskTier:
     ):
         """`root`: the folder for all models. `limit`: total bytes of all files in it. `say`: receives each problem.
         Binds the proposer. Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved."""
-        if root.exists() and not root.is_dir():
-            raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
+        check(root.is_dir() or not root.exists(), f"--prefix-cache-dir {root} is a file; name a folder")
         if proposer is not None:
             if proposer.aux_layers and proposer.head is None:
                 raise ConfigError(

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning, check
 from eagle_mlx.formats import fields
-from eagle_mlx.formats.fields import check
 from eagle_mlx.formats.tensors import HeadFolder, Tensors
 from eagle_mlx.heads.base import check_expressible
 from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockConfig

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import LAYER_DEFAULTS, check, of_class, quantization_json, reading, speculators_layer
+from eagle_mlx.errors import CheckpointError, ConfigError, check
+from eagle_mlx.formats.fields import LAYER_DEFAULTS, of_class, quantization_json, reading, speculators_layer
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, save_head, weights_of
 from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json, vocabulary_tensors
 from eagle_mlx.heads.block import fields
@@ -197,8 +197,7 @@ def _causal_json(config: BlockConfig) -> dict[str, Any]:
     causal = config.causal or (False,) * config.num_hidden_layers
     if all_or_none(causal) == causal_by_type(config.windows, config.num_hidden_layers):
         return {}
-    if len(set(causal)) > 1:
-        raise ConfigError(f"a mixture of causal and other layers ({causal}) cannot be written")
+    check(len(set(causal)) == 1, f"a mixture of causal and other layers ({causal}) cannot be written")
     return {"is_causal": any(causal)}
 
 

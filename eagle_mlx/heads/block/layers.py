@@ -13,7 +13,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.formats.fields import check
+from eagle_mlx.errors import check
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape
 
 WindowStart = Literal["slot", "anchor", "around"]

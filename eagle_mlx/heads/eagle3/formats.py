@@ -24,7 +24,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError, ConfigError, check
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, layer_width, save_head, weights_of, with_embedding
 from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json, vocabulary_tensors
@@ -325,11 +325,8 @@ def _check_expressible(config: Eagle3Config) -> None:
     fixed = ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization")
     usual = {name: getattr(Eagle3Config, name) for name in fixed}
     check_expressible(config, "the speculators", "write the portable layout", **usual)
-    if config.hidden_size != config.target_hidden_size:
-        raise ConfigError(
-            f"speculators needs heads of their target's width, {config.target_hidden_size}, not {config.hidden_size}; "
-            "write the portable layout"
-        )
+    width, wanted = config.hidden_size, config.target_hidden_size
+    check(width == wanted, f"speculators needs the target's width {wanted}, not {width}; write the portable layout")
     if config.qk_norm and config.mlp_bias:
         raise ConfigError("speculators has no layer with both q/k norms and mlp_bias; write the portable layout")
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.formats.fields import check
+from eagle_mlx.errors import check
 from eagle_mlx.heads.base import HeadBase, Mask
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from eagle_mlx.errors import CheckpointError
+from eagle_mlx.errors import CheckpointError, check
 from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, Tensors, in_file_type, save_head, weights_of
 from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators, speculators_json
@@ -71,7 +71,7 @@ def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
     Raises ConfigError if the hidden size is not a multiple of the group size.
     """
     size = head.hidden_size
-    fields.check(size % group_size == 0, f"a hidden size of {size} is not a multiple of the group size {group_size}")
+    check(size % group_size == 0, f"a hidden size of {size} is not a multiple of the group size {group_size}")
     quantize(head, bits, group_size)
     return head
 
@@ -100,7 +100,7 @@ def save_speculators_mtp(head: MTPHead, folder: str | Path, **options: Unpack[Sa
 
 def _check_expressible(config: MTPConfig) -> None:
     kind, kinds = config.model_type, ", ".join(_LAYERS)
-    fields.check(kind in _LAYERS, f"speculators has no MTP layer for {kind}; it has layers for {kinds}; {KEEP}")
+    check(kind in _LAYERS, f"speculators has no MTP layer for {kind}; it has layers for {kinds}; {KEEP}")
     plain = {"hidden_first": False, "norm_output": True, "own_embedding": False, "own_lm_head": False}
     check_expressible(config, "the speculators", KEEP, **plain, quantization=None)
 
@@ -146,9 +146,9 @@ def load_split(files: HeadFolder) -> MTPHead:
         layer, names = dict(files.config["text_config"]), [name.removeprefix("mtp.") for name in files.tensors]
         numbers = {name.split(".")[1] for name in names if name.startswith("layers.")}
         count = max(len(numbers), int(layer.get("mtp_num_hidden_layers") or 1))
-        fields.check(count == 1, f"it has {count} MTP layers; only one is supported")
+        check(count == 1, f"it has {count} MTP layers; only one is supported")
         dedicated = layer.get("mtp_use_dedicated_embeddings")
-        fields.check(not dedicated, "mtp_use_dedicated_embeddings is set, but the layout has no embedding")
+        check(not dedicated, "mtp_use_dedicated_embeddings is set, but the layout has no embedding")
         tensors, quantization = published.common_quantization(files.config, files.tensors)
         module, weights = published.split_layer(layer, tensors)
         config = MTPConfig(module, layer, norm_output=True, quantization=quantization)
@@ -163,7 +163,7 @@ def _in_file(name: str) -> str:
 def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     config = head.config
     kind = config.model_type
-    fields.check(kind in ZERO_CENTRED, f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {kind}")
+    check(kind in ZERO_CENTRED, f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {kind}")
     read = {"hidden_first": False, "target_norm": True, "norm_output": True}
     check_expressible(config, f"the {MODEL_TYPE}", KEEP, **read, own_embedding=False, own_lm_head=False)
     written = {
@@ -181,7 +181,7 @@ def _angles(config: MTPConfig) -> dict[str, Any]:
     if "rope_parameters" in config.layer:
         return {}
     is_plain = not config.layer.get("rope_scaling")
-    fields.check(is_plain, f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
+    check(is_plain, f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
     args = layer_args(config.model_type, config.layer)
     share, size = args.partial_rotary_factor, args.head_dim or args.hidden_size // args.num_attention_heads
     angles = {"rope_theta": args.rope_theta, "partial_rotary_factor": share}

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization, check, check_quantization
+from eagle_mlx.errors import ConfigError, check
+from eagle_mlx.formats.fields import Quantization, check_quantization
 from eagle_mlx.formats.tensors import Tensors
 from eagle_mlx.heads.base import HeadBase, Mask, layer_mask
 

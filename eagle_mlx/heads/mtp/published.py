@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import NOTED, Quantization, check, read_config, read_quantization, reading
+from eagle_mlx.errors import CheckpointError, check
+from eagle_mlx.formats.fields import NOTED, Quantization, read_config, read_quantization, reading
 from eagle_mlx.formats.mtp_layers import SHARED, file_of, layer_of, mtp_prefix, no_layer, read_layer_tensors
 from eagle_mlx.formats.tensors import Tensors
 from eagle_mlx.heads.base import build
