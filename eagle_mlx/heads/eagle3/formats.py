@@ -325,8 +325,8 @@ def _check_expressible(config: Eagle3Config) -> None:
     fixed = ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization")
     usual = {name: getattr(Eagle3Config, name) for name in fixed}
     check_expressible(config, "the speculators", "write the portable layout", **usual)
-    width, wanted = config.hidden_size, config.target_hidden_size
-    check(width == wanted, f"speculators needs the target's width {wanted}, not {width}; write the portable layout")
+    own, its = config.hidden_size, config.target_hidden_size
+    check(own == its, f"speculators needs heads of their target's width, {its}, not {own}; write the portable layout")
     if config.qk_norm and config.mlp_bias:
         raise ConfigError("speculators has no layer with both q/k norms and mlp_bias; write the portable layout")
 
