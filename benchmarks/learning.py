@@ -10,6 +10,7 @@ repeated with new seeds until there are enough. `--first 1000` continues in a fo
 
 `--adversarial` sends phases of random tokens, of loops and of one prompt between ordinary ones. `--load 4` times the
 requests with and without learning in turn: all at once for tokens/s, then as many a second for the time to first token.
+`--pairs 60` compares the CPU time of 32 requests at once, with and without learning, pair by pair.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
@@ -123,11 +124,39 @@ def adversarial(server: Server, fresh: Prompts, served: Iterator[list[int]]) -> 
         yield server.state(phase=phase, tau=server.tau(fresh))
 
 
+def fill(server: Server, served: Iterator[list[int]]) -> None:
+    """Serve requests until the learner has work."""
+    while not server.learner.pending:
+        server.engine.generate(list(islice(served, 64)), [server.params(seed) for seed in range(64)])
+
+
+def pairs(server: Server, served: Iterator[list[int]], count: int) -> Iterator[dict[str, Any]]:
+    """Compare the CPU time of the same 32 requests at once with and without learning, with a share of 0.
+
+    The order changes from pair to pair. The first two warm up. A row has the median of the speeds with learning over
+    those without, and its interval of 95 % (bootstrap).
+    """
+    fill(server, served)
+    engines, ratios = {learns: server.new_engine(learns) for learns in (True, False)}, list[float]()
+    for number in range(count + 2):
+        prompts, seconds, texts = list(islice(served, 2 * ROWS)), dict[bool, float](), list[list[list[int]]]()
+        for learns in (number % 2 == 0, number % 2 == 1):
+            began = process_time()
+            params = [server.params(1000 * number + seed) for seed in range(len(prompts))]
+            texts.append([output.tokens for output in engines[learns].generate(prompts, params)])
+            seconds[learns] = process_time() - began
+        assert texts[0] == texts[1]
+        ratios += [seconds[False] / seconds[True]] if number > 1 else []
+        if ratios and (len(ratios) % 10 == 0 or len(ratios) == count):
+            medians = np.median(np.random.default_rng(0).choice(ratios, (2000, len(ratios))), axis=1)
+            low, high = np.quantile(medians, (0.025, 0.975)).tolist()
+            yield server.state(pairs=len(ratios), speed=float(np.median(ratios)), low=low, high=high)
+
+
 def load(server: Server, served: Iterator[list[int]]) -> Iterator[dict[str, Any]]:
     """Time the same requests with and without learning; the learner has work all the time."""
     prompts = list(islice(served, server.options.requests))
-    while not server.learner.pending:
-        server.engine.generate(list(islice(served, 64)), [server.params(seed) for seed in range(64)])
+    fill(server, served)
     for learns in (True, False) * 3:
         engine = server.new_engine(learns)
         _, speed = timed(server, engine, prompts, [0.0] * len(prompts), learns)
@@ -174,12 +203,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--adversarial", action="store_true")
     parser.add_argument("--load", type=float)
+    parser.add_argument("--pairs", type=int)
     options = parser.parse_args(argv)
     server = Server(options)
     prompts = server.encoded(read_questions(options.traffic, 10**6) if options.traffic else described())
     held_out = min(FRESH, len(prompts) // 2)
     fresh, served = prompts[:held_out], islice(cycle(prompts[held_out:]), options.first, None)
-    if options.load:
+    if options.pairs:
+        rows = list(pairs(server, served, options.pairs))
+    elif options.load:
         rows = list(load(server, served))
     elif options.adversarial:
         rows = list(adversarial(server, fresh, served))

@@ -210,5 +210,7 @@ def test_learning_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         patch.setattr("eagle_mlx.serve.learning.learner.CYCLE_TOKENS", 1)
         patch.setattr("eagle_mlx.serve.learning.learner.LEAST_JUDGED", 1)
         assert [row["learns"] for row in rows_of("--load", "100")] == [True, False] * 3
+        [row] = rows_of("--pairs", "2")
+        assert (row["pairs"], row["low"] <= row["speed"] <= row["high"]) == (2, True)
     few[1] = str(tmp_path / "grown")
     assert [row["version"] for row in rows_of("--head", "none")] == [0, 0, 0]
