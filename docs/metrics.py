@@ -12,8 +12,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "serve" / "api" / "metrics.py"
 
 
 def prometheus() -> list[list[str]]:
-    """Return name and meaning of each metric of `/metrics`, except those of ranks."""
-    rows = [[f"`{name}`", text] for _, name, text in sorted(_metrics()) if not name.startswith("eagle:rank")]
+    """Return name and meaning of each metric of `/metrics`."""
+    rows = [[f"`{name}`", text] for _, name, text in sorted(_metrics())]
     assert rows, SOURCE
     return rows
 

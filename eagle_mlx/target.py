@@ -258,9 +258,9 @@ def load_target(
     part before weights are read (`ranks`). On a GPU, this limits the freed buffers that MLX keeps (`memory.limit_mlx`).
     Raises TargetError if mlx-lm cannot load the model.
     """
+    template = {"chat_template": text} if (text := adapters.read_template(chat_template)) else {}
     folder = hub.resolve(name, code=trust_remote_code)
     adapter_folder = None if adapter_path is None else adapters.adapter_folder(adapter_path)
-    template = {"chat_template": text} if (text := adapters.read_template(chat_template)) else {}
     dtype, digest = compute_dtype() if dtype is None else _floating(dtype), None
     with loading(f"{folder} as a target"):
         model, tokenizer = _load(folder, template, trust_remote_code, lazy=lazy or bool(shard))

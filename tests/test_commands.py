@@ -274,7 +274,7 @@ def test_without_a_clone_the_commands_say_how_to_name_a_model(
         ("eagle-train", "--target T --output O -c"),
     ],
 )
-@pytest.mark.parametrize("place", [ROOT, ROOT / "no-such-file"])
+@pytest.mark.parametrize("place", [ROOT, Path("no-such-file")])
 def test_a_file_that_cannot_be_read_is_an_error_without_its_number(
     command: str, flags: str, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from eagle_mlx.engine.groups import GROUPS, Groups, KVBudget, RoundReads, check_
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.runner import Collect, Pause, Runner, Work
 from eagle_mlx.engine.schedule import Schedule
-from eagle_mlx.errors import ConfigError, PromptError, check, require
+from eagle_mlx.errors import ConfigError, PromptError, require
 from eagle_mlx.plan import PREFILL_CHUNK, PREFILL_MS, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
@@ -316,10 +316,12 @@ class Engine:
     def step(self) -> list[RequestState]:
         """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
 
-        Raises ConfigError if another thread is in a step, or if `max_batch` or `observer` became invalid.
+        Raises ConfigError if another thread is in a step, or if `max_batch` became invalid.
         """
-        check(not self._in_step, "another thread decodes with this engine: let one call it, or one after another")
-        self._check_changeable()
+        if self._in_step:
+            raise ConfigError("another thread decodes with this engine: let one call it, or one after another")
+        if self.max_batch < 1:
+            self._check_changeable()
         work, ended = None, list[RequestState]()
         try:
             self._in_step = True

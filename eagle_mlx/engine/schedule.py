@@ -8,7 +8,7 @@ from eagle_mlx.engine.admission import Admission, Admit, Fetch, Read
 from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import Groups
 from eagle_mlx.engine.runner import Collect, Decode, Move, Pause, Runner, Work
-from eagle_mlx.errors import require
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import Policy
 from eagle_mlx.sampling_params import Drafter
@@ -109,7 +109,7 @@ class Schedule:
         can = replace(can, trees=can.trees and drawn and self.trees, early_exit=can.early_exit and model, model=model)
         elsewhere = len(self.groups.requests) - rows
         plan = self.policy.plan(Context(rows, can, self.groups.number(batch), elsewhere, sources))
-        require(f"what {type(self.policy).__name__}.plan returns", plan, Plan, "an eagle_mlx.plan.Plan")
-        require("the depth of a plan", plan.depth, int, "an integer of at least 0", 0)
+        if not (isinstance(plan, Plan) and isinstance(plan.depth, int) and plan.depth >= 0):
+            raise ConfigError(f"{type(self.policy).__name__}.plan must return a Plan with depth >= 0; got {plan!r:.80}")
         plan = plan.within(can, sources)
         return plan.cut(max(batch.rooms(plan, drafters))), plan.size

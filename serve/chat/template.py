@@ -260,6 +260,6 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := sorted(kwargs.keys() & _RESERVED):
         raise PromptError.at("chat_template_kwargs", f"{reserved[0]!r} cannot be set by a request")
     for name in ("add_generation_prompt", "enable_thinking"):
-        if kwargs.get(name) not in (None, True, False):
+        if not isinstance(kwargs.get(name), bool | None):
             raise PromptError.at("chat_template_kwargs", f"{name} must be true or false")
     return kwargs

@@ -37,21 +37,16 @@ def test_what_is_no_length_is_refused(k: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (None, "what Mine.plan returns must be an eagle_mlx.plan.Plan; got None"),
-        (3, "what Mine.plan returns must be an eagle_mlx.plan.Plan; got 3"),
-        (Plan("3"), "the depth of a plan must be an integer of at least 0; got '3'"),  # type: ignore[arg-type]
-        (Plan(-1), "the depth of a plan must be an integer of at least 0; got -1"),
-    ],
+    "plan",
+    [None, 3, Plan("3"), Plan(-1)],  # type: ignore[arg-type]
 )
-def test_what_is_no_plan_is_refused_with_the_name_of_the_policy(plan: Any, message: str) -> None:
+def test_what_is_no_plan_is_refused_with_the_name_of_the_policy(plan: Any) -> None:
     class Mine(FixedPolicy):
         def plan(self, context: Context) -> Plan:
             return cast(Plan, plan)
 
     engine = em.Engine(tiny_target(), em.NgramProposer(), policy=Mine(1))
-    with pytest.raises(ConfigError, match=f"^{message}"):
+    with pytest.raises(ConfigError, match=r"^Mine\.plan must return a Plan with depth >= 0; got"):
         engine.generate([1, 2, 1, 2], em.SamplingParams(max_tokens=4))
     engine.use_policy(FixedPolicy(1))
     assert engine.generate([1, 2, 1, 2], em.SamplingParams(max_tokens=4)).finish_reason == "length"

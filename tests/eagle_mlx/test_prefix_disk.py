@@ -303,7 +303,7 @@ def test_a_text_waits_once_to_be_written_and_not_behind_too_much(
         assert waiting > 0
         answered(first, TEXT)
         assert disk(first).bytes_waiting == waiting
-        monkeypatch.setattr("eagle_mlx.engine.disk.tier._WAITING_BYTES", waiting - 1)
+        monkeypatch.setattr("eagle_mlx.engine.disk.tier.WAITING_BYTES", waiting - 1)
         answered(first, TEXT[::-1])
         assert disk(first).bytes_waiting == waiting
         assert disk(first).left_out == 1

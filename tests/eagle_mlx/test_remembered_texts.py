@@ -138,5 +138,5 @@ def test_a_text_of_no_namespace_drafts_for_all() -> None:
 
 
 def test_a_memory_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a memory of 0 bytes"):
+    with pytest.raises(ConfigError, match="nbytes must be a number of bytes, at least 1; got 0"):
         em.Memory(0)

@@ -20,6 +20,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.disk.snapshot_file import BLOCK
 from eagle_mlx.engine.prefix_tree import PrefixTree
 from eagle_mlx.plan import Plan, RoundResult
+from eagle_mlx.proposers.base import ProposerState
 from eagle_mlx.request_state import MOST_DRAFT_FAILURES, RequestState
 from tests import disk_tier
 from tests.eagle_mlx.heads import PROPOSERS
@@ -97,6 +98,7 @@ class Poisoned(em.DraftModelProposer):
         return PoisonedState(self, [prompt[0] for prompt in prompts], super().open(prompts))
 
 
+@ProposerState.register
 class PoisonedState:
     def __init__(self, proposer: Poisoned, firsts: list[int], inner: Any):
         self.proposer, self.firsts, self.inner = proposer, firsts, inner

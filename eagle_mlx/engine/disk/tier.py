@@ -31,7 +31,7 @@ STEP_BYTES = 128 << 20
 """Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s."""
 _TEXTS_AHEAD = 4
 """Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
-_WAITING_BYTES = 1 << 30  # bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s
+WAITING_BYTES = 1 << 30  # bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s
 _PAUSE_SECONDS = 60.0  # how long to write nothing after a failed write: a full disk rarely has space again at once
 _Job = tuple[Sequence[Entry], Sequence[tuple[Entry, Content]]]
 
@@ -191,7 +191,7 @@ class DiskTier:
         here = [entry for entry in entries if self._store.size(entry.path) is not None]
         there = self._unwritten | {entry.path for entry in here}
         missing = [entry for entry in entries if entry.path not in there]
-        if missing and self.bytes_waiting > _WAITING_BYTES:
+        if missing and self.bytes_waiting > WAITING_BYTES:
             self.left_out += 1
             return
         files = list[tuple[Entry, Content]]()
