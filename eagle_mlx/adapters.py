@@ -60,7 +60,7 @@ def read_template(given: str | None) -> str | None:
     if _OF_A_TEMPLATE not in given:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
+        except (OSError, UnicodeError) as e:
             raise ConfigError(f"--chat-template {given} is not a template, and no file: {in_one_line(e)}") from e
         if _OF_A_TEMPLATE not in text:
             raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")

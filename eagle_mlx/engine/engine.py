@@ -150,8 +150,7 @@ class Engine:
     def use_policy(self, policy: Policy) -> None:
         """Plan the next rounds with a new policy. Call this between steps. The text does not change."""
         if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("plan", "observe", "wants_trees")):
-            parts = "with plan, observe and wants_trees"
-            raise ConfigError(f"policy must be a policy {parts}, such as em.FixedPolicy(3), not {policy!r:.80}")
+            raise ConfigError(f"policy needs plan, observe and wants_trees, as em.FixedPolicy(3), not {policy!r:.80}")
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
         """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
@@ -316,11 +315,12 @@ class Engine:
     def step(self) -> list[RequestState]:
         """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
 
-        Raises ConfigError if another thread is in a step, or if `max_batch` became invalid.
+        Raises ConfigError if another thread is in a step, or if `max_batch` or `observer` became invalid.
         """
         if self._in_step:
             raise ConfigError("another thread decodes with this engine: let one call it, or one after another")
-        if self.max_batch < 1:
+        observes = self.observer is None or callable(self.observer)
+        if not (observes and isinstance(self.max_batch, int) and self.max_batch > 0):
             self._check_changeable()
         work, ended = None, list[RequestState]()
         try:

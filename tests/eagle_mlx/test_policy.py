@@ -55,7 +55,7 @@ def test_what_is_no_plan_is_refused_with_the_name_of_the_policy(plan: Any) -> No
 @pytest.mark.parametrize("lacking", ["plan", "observe", "wants_trees"])
 def test_what_lacks_a_part_is_no_policy(lacking: str) -> None:
     parts = {name: getattr(FixedPolicy, name) for name in ("plan", "observe", "wants_trees") if name != lacking}
-    with pytest.raises(ConfigError, match="policy must be a policy with plan, observe and wants_trees"):
+    with pytest.raises(ConfigError, match="policy needs plan, observe and wants_trees"):
         em.Engine(tiny_target(), policy=type("Mine", (), parts)())
 
 
