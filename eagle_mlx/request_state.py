@@ -148,7 +148,7 @@ class RequestState:
         self.grammar = self.params.grammar() if self.params.grammar else None
         self.watcher = self.params.stop_watcher() if self.params.stop_watcher else None
         if (self.params.grammar and self.grammar is None) or (self.params.stop_watcher and self.watcher is None):
-            raise ConfigError("grammar or stop_watcher returned None; return what it creates, or leave it out")
+            raise ConfigError("grammar or stop_watcher returned None instead of a grammar or watcher; return it")
         self.stops = StopStrings(self.params.stop) if self.params.stop and tokenizer is not None else None
         ends_by_text = self.stops is not None or self.watcher is not None
         self.decoder = IncrementalText(tokenizer) if tokenizer is not None and ends_by_text else None
