@@ -255,7 +255,7 @@ def test_draining_finishes_requests_in_progress() -> None:
 
 
 def test_draining_ends_after_its_time_limit() -> None:
-    """A client can send the same request to another server: what is cut is a 503, as what is refused."""
+    """An answer that is cut is a 503, like a request that is refused: the client may try another server."""
     settings = wide(Limits(queue=60), drain_seconds=0.2)
     with live(settings=settings) as server, server.slowed(0.05), ThreadPoolExecutor(3) as pool:
         whole = [
