@@ -25,9 +25,11 @@ from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any
 
+import eagle_mlx as em  # isort: skip  (first: it brings the fast BLAS before MLX)
+
+import mlx.core as mx
 import numpy as np
 
-import eagle_mlx as em
 from eagle_mlx.data_pipelines.sources.stdlib import functions_of, iter_files
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.proposers.base import Proposer
@@ -133,20 +135,33 @@ def fill(server: Server, served: Iterator[list[int]]) -> None:
 def pairs(server: Server, served: Iterator[list[int]], count: int) -> Iterator[dict[str, Any]]:
     """Compare the CPU time of the same 32 requests at once with and without learning, with a share of 0.
 
-    The order changes from pair to pair. The first two warm up. A row has the median of the speeds with learning over
-    those without, and its interval of 95 % (bootstrap).
+    Both engines answer them step by step in turn, so that a machine whose speed changes slows both. The order changes
+    from step to step. The first pair warms up. A row has the median of the speeds with learning over those without,
+    and its interval of 95 % (bootstrap).
     """
-    fill(server, served)
     engines, ratios = {learns: server.new_engine(learns) for learns in (True, False)}, list[float]()
-    for number in range(count + 2):
-        prompts, seconds, texts = list(islice(served, 2 * ROWS)), dict[bool, float](), list[list[list[int]]]()
-        for learns in (number % 2 == 0, number % 2 == 1):
+    for number in range(count + 1):
+        prompts, seconds = list(islice(served, 2 * ROWS)), {True: 0.0, False: 0.0}
+        params = [server.params(1000 * number + seed) for seed in range(len(prompts))]
+        requests = {
+            learns: [engine.prepare(*request) for request in zip(prompts, params, strict=True)]
+            for learns, engine in engines.items()
+        }
+        for learns, engine in engines.items():
+            for request in requests[learns]:
+                engine.submit(request)
+        for turn in cycle((True, False, False, True)):
+            if all(engine.idle for engine in engines.values()):
+                break
             began = process_time()
-            params = [server.params(1000 * number + seed) for seed in range(len(prompts))]
-            texts.append([output.tokens for output in engines[learns].generate(prompts, params)])
-            seconds[learns] = process_time() - began
-        assert texts[0] == texts[1]
-        ratios += [seconds[False] / seconds[True]] if number > 1 else []
+            engines[turn].step()
+            mx.synchronize()
+            seconds[turn] += process_time() - began
+        began = process_time()
+        server.learner.collector.take()
+        seconds[True] += process_time() - began
+        assert [r.tokens for r in requests[True]] == [r.tokens for r in requests[False]]
+        ratios += [seconds[False] / seconds[True]] if number else []
         if ratios and (len(ratios) % 10 == 0 or len(ratios) == count):
             medians = np.median(np.random.default_rng(0).choice(ratios, (2000, len(ratios))), axis=1)
             low, high = np.quantile(medians, (0.025, 0.975)).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
@@ -57,9 +58,11 @@ class Collector:
         self._texts: WeakKeyDictionary[RequestState, _Positions] = WeakKeyDictionary()
         self._held: list[tuple[list[tuple[_Positions, int, int, int]], tuple[mx.array, ...]]] = []
         """Observations on the device: texts with their row, first index and number of positions; and the layers."""
+        self._ended: list[tuple[_Positions, Example]] = []
+        """Texts that ended since, whose states are added later."""
         self._examples: deque[Example] = deque()
         self.nbytes = 0
-        """Bytes of the examples that wait to be taken."""
+        """Bytes of the examples on the host that wait to be taken."""
         self.collected = self.left_out = 0
         """Texts that were kept, and that `keeps` refused."""
         self.accepted: deque[tuple[int, int]] = deque(maxlen=1024)
@@ -102,14 +105,23 @@ class Collector:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Copy the observations to the host. This is the only sync."""
+        """Copy the observations to the host, and keep the texts that have ended since. This is the only sync."""
         held, self._held = self._held, []
+        ended, self._ended = self._ended, []
         joined = [in_16_bits(mx.concatenate(list(aux), axis=-1)) for _, aux in held]
         mx.eval(joined)
         for (rows, _), states in zip(held, joined, strict=True):
             copied = np.array(states)
             for text, row, first, taken in rows:
                 text.states.append(copied[row, first : first + taken].copy())
+        for text, example in ended:
+            if sum(map(len, text.states)) == text.end - text.start:  # else some were lost with a step that failed
+                states = np.pad(np.concatenate(text.states), ((0, 1), (0, 0)))  # the final token was not read
+                self._examples.append(replace(example, states=HiddenStates.split(self._named, states)))
+                self.collected += 1
+                self.nbytes += states.nbytes
+        while self.nbytes > self._limit:
+            self._pop()
 
     def ended(self, request: RequestState) -> None:
         """Keep the text of a request that has ended by itself, unless it failed or must not be learned from."""
@@ -118,9 +130,6 @@ class Collector:
             return
         if request.counts.drafted_by_position:
             self.accepted.append((len(request.tokens), request.counts.rounds))
-        self._copy_out()
-        if sum(map(len, text.states)) < text.end - text.start:  # some were lost with a step that failed
-            return
         whole = request.text
         tokens, answer = whole[text.start : text.end + 1], max(0, len(request.prompt) - text.start)
         if len(tokens) < _SHORTEST or answer >= len(tokens):
@@ -128,21 +137,18 @@ class Collector:
         if not self._keeps(whole[max(0, text.start - self._context) : text.end + 1]):
             self.left_out += 1
             return
-        states = np.pad(np.concatenate(text.states), ((0, 1), (0, 0)))  # the final token was not read
-        example = Example(
-            np.array(tokens, np.int32),
-            (np.arange(len(tokens)) >= answer).astype(np.uint8),
-            HiddenStates.split(self._named, states),
-            key_of(request),
-        )
-        self.collected += 1
-        self._examples.append(example)
-        self.nbytes += states.nbytes
-        while self.nbytes > self._limit:
-            self._pop()
+        learned = [at >= answer for at in range(len(tokens))]
+        self._ended.append((text, Example.of(tokens, learned, key_of(request))))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are texts to take."""
+        return bool(self._ended or self._examples)
 
     def take(self, most: int | None = None) -> list[Example]:
         """Return and forget the examples, oldest first, at most so many."""
+        if self._ended:
+            self._copy_out()
         return [self._pop() for _ in range(len(self._examples))[:most]]
 
     def _pop(self) -> Example:

@@ -130,7 +130,7 @@ class Learner:
     def pending(self) -> bool:
         if self._failures >= _MOST_FAILURES:
             return False
-        return self._cycle is not None or self.collector.nbytes > 0 or self._is_due
+        return self._cycle is not None or self.collector.waiting or self._is_due
 
     @property
     def _is_due(self) -> bool:
@@ -150,7 +150,7 @@ class Learner:
         """Do a piece of work. If it fails, the serving head stays, and the copy begins again."""
         try:
             self._absorb(1)  # at a time, because a request may wait for that
-            if self._cycle is None and not self.collector.nbytes and self._is_due:
+            if self._cycle is None and not self.collector.waiting and self._is_due:
                 self._cycle = self._learn()
             if self._cycle is not None and next(self._cycle, self) is self:
                 self._cycle, self._failures = None, 0

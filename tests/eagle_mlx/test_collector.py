@@ -166,6 +166,25 @@ def test_a_text_whose_states_were_lost_with_another_request_is_left_out(
     check(example, target, head.named_layers)
 
 
+def test_texts_that_end_after_each_other_are_copied_together(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy waits for the device, and a full server ends a text in every other round."""
+    head, copies = tiny_head(target), list[int]()
+
+    def counted(x: mx.array) -> mx.array:
+        copies.append(x.size)
+        return in_16_bits(x)
+
+    monkeypatch.setattr("eagle_mlx.engine.collector.in_16_bits", counted)
+    collector = collector_for(target, head)
+    params = [em.SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 4, 6)]
+    engine_with(target, collector, head).generate(PROMPTS, params)
+    assert not copies, "no text was needed yet"
+    assert collector.waiting
+    assert [len(example.tokens) for example in collector.take()] == [6, 6, 16]
+    assert copies
+    assert not collector.waiting
+
+
 def test_what_must_not_be_kept_is_left_out(target: Target) -> None:
     head = tiny_head(target)
     texts: list[list[int]] = []
