@@ -99,7 +99,8 @@ class Collector:
         if not rows:
             return
         at = min(first for _, _, first, _ in rows)
-        kept = tuple(aux[layers.index(layer)][:, at:] for layer in self._layers)
+        kept = tuple(mx.contiguous(aux[layers.index(layer)][:, at:]) for layer in self._layers)
+        mx.async_eval(kept)  # else they would refer to the whole chunk and its keys
         self._held.append(([(text, row, first - at, taken) for text, row, first, taken in rows], kept))
         if len(self._held) >= _HELD or sum(x.nbytes for _, held in self._held for x in held) >= _HELD_BYTES:
             self._copy_out()

@@ -215,6 +215,19 @@ def test_long_texts_and_many_texts_need_bounded_memory(target: Target) -> None:
     check(examples[-1], target, head.named_layers, [*prompt, *output.tokens][: 28 + 21])
 
 
+def test_only_the_kept_positions_of_a_prompt_stay_in_memory(target: Target) -> None:
+    """A view of the last positions would keep the states of the whole chunk, and states to be computed its keys."""
+    head = tiny_head(target)
+    collector = collector_for(target, head, context=8)
+    engine = engine_with(target, collector, head, depth=0)
+    for first in range(8):
+        engine.generate([first + 4] * 400, em.SamplingParams(max_tokens=2, ignore_eos=True))
+    before = mx.get_active_memory()
+    assert len(collector.take()) == 8
+    chunk = 4 * 400 * target.hidden_size * (len(head.named_layers) + 1)
+    assert before - mx.get_active_memory() < chunk, "of eight"
+
+
 def test_the_turns_of_a_conversation_have_the_same_key(target: Target) -> None:
     head = tiny_head(target)
     collector = collector_for(target, head)
