@@ -56,8 +56,8 @@ class Collector:
         self._limit, self._keeps = nbytes, keeps
         self._context, self._most = context, most
         self._texts: WeakKeyDictionary[RequestState, _Positions] = WeakKeyDictionary()
-        self._held: list[tuple[list[tuple[_Positions, int, int, int]], tuple[mx.array, ...]]] = []
-        """Observations on the device: texts with their row, first index and number of positions; and the layers."""
+        self._held: list[tuple[list[tuple[_Positions, int, int, int]], mx.array]] = []
+        """Observations on the device: texts with their row, first index and number of positions; and their states."""
         self._ended: list[tuple[_Positions, Example]] = []
         """Texts that ended since, whose states are added later."""
         self._examples: deque[Example] = deque()
@@ -99,19 +99,18 @@ class Collector:
         if not rows:
             return
         at = min(first for _, _, first, _ in rows)
-        kept = tuple(mx.contiguous(aux[layers.index(layer)][:, at:]) for layer in self._layers)
-        mx.async_eval(kept)  # else they would refer to the whole chunk and its keys
-        self._held.append(([(text, row, first - at, taken) for text, row, first, taken in rows], kept))
-        if len(self._held) >= _HELD or sum(x.nbytes for _, held in self._held for x in held) >= _HELD_BYTES:
+        states = in_16_bits(mx.concatenate([aux[layers.index(layer)][:, at:] for layer in self._layers], axis=-1))
+        mx.async_eval(states)  # until computed, they refer to the whole chunk and its keys
+        self._held.append(([(text, row, first - at, taken) for text, row, first, taken in rows], states))
+        if len(self._held) >= _HELD or sum(held.nbytes for _, held in self._held) >= _HELD_BYTES:
             self._copy_out()
 
     def _copy_out(self) -> None:
         """Copy the observations to the host, and keep the texts that have ended since. This is the only sync."""
         held, self._held = self._held, []
         ended, self._ended = self._ended, []
-        joined = [in_16_bits(mx.concatenate(list(aux), axis=-1)) for _, aux in held]
-        mx.eval(joined)
-        for (rows, _), states in zip(held, joined, strict=True):
+        mx.eval([states for _, states in held])
+        for rows, states in held:
             copied = np.array(states)
             for text, row, first, taken in rows:
                 text.states.append(copied[row, first : first + taken].copy())

@@ -466,7 +466,7 @@ def test_a_damaged_log_or_head_is_named(
 def test_while_requests_decode_nothing_is_learned_and_few_syncs_are_added(
     target: Target, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With share 0: the same forwards as without learning, and a copy to the host for 32 of them or a text's end."""
+    """With share 0: the same forwards as without learning, and a copy to the host for 32 of them."""
     counts, evaluated, forward = {"evals": 0, "forwards": 0}, mx.eval, target.forward
 
     def eval_counted(*arrays: Any) -> None:
@@ -500,7 +500,7 @@ def test_while_requests_decode_nothing_is_learned_and_few_syncs_are_added(
             name: count - without[name] for name, count in decoded(learned.engine, prompts, learned.learner).items()
         }
         assert added["forwards"] == 0
-        assert 0 < added["evals"] <= without["forwards"] // 32 + len(prompts)
+        assert 0 < added["evals"] <= without["forwards"] // 32
         assert learned.learner.steps == 0
 
 
