@@ -31,7 +31,9 @@ def test_the_remaining_time_ignores_steps_before_a_resume(span: dict[str, Any], 
     assert "<06:4" in shown or "<06:3" in shown, "400 more at the same rate"
 
 
-def test_the_bar_does_not_exceed_the_time_limit(capsys: Any) -> None:
-    with Bar(60.0) as bar:
-        bar.show(75.0)
+@pytest.mark.parametrize("done", [0.0, 75.0])
+def test_the_bar_does_not_exceed_the_time_limit(done: float, capsys: Any) -> None:
+    """A run may be killed in its last measurement, after its time."""
+    with Bar(60.0, done=done) as bar:
+        bar.show(76.0)
     assert "60/60 s" in capsys.readouterr().err

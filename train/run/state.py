@@ -60,7 +60,7 @@ class Bar:
         self._seconds = seconds
         form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
         total, unit = (seconds, "s") if seconds < math.inf else (steps, "steps")
-        self.bar = progress_bar(total=total, initial=done, desc="train", unit=unit, bar_format=form)
+        self.bar = progress_bar(total=total, initial=min(done, total), desc="train", unit=unit, bar_format=form)
 
     def __enter__(self) -> Bar:
         return self
