@@ -213,6 +213,15 @@ def test_a_model_is_judged_by_its_rows_beside_rows_that_match() -> None:
     assert policy.acceptance > 0.9
 
 
+def test_a_model_is_not_judged_by_what_n_grams_drafted_in_its_place() -> None:
+    policy, match = ThroughputPolicy(), 4 * MATCH
+    own = result(Plan(4, lookups=(0,), sources=(match,)), [4], [4], 1.0)
+    ngrams = result(Plan(4, lookups=(0, 4), sources=(0, match)), [4, 4], [4, 0], 1.0)
+    for done in [*[own] * 20, *[ngrams] * 60, own]:
+        policy.observe(done)
+    assert policy.acceptance > 0.9
+
+
 def test_a_cost_curve_that_is_wrong_hides_nothing_for_long() -> None:
     for curve, chance in (("M3 Max", 0.6), ("M4 Pro", 0.6), ("CPU", 0.85)):
         for seed in SEEDS:
