@@ -83,6 +83,14 @@ def test_as_many_of_the_newest_texts_stay_as_fit(room: int, kept: list[int]) -> 
     assert all(tokens.tolist() == texts[name][-len(tokens) :].tolist() for name, tokens in left.items())
 
 
+def test_restored_texts_fit_beside_those_for_every_namespace() -> None:
+    memory = em.Memory(TOKEN_BYTES * 20)
+    memory.add(list(range(11)), namespace=None)
+    memory.restore({"own": np.array([5, 6, 0, 7, 8, 9, 0] * 3, np.uint32)})
+    assert memory.texts()["own"].size
+    assert memory.nbytes <= memory.limit
+
+
 def test_the_newest_texts_fit_a_smaller_memory(tmp_path: Path) -> None:
     write(tmp_path, TEXTS[:2], "quiet")
     write(tmp_path, TEXTS)
