@@ -226,7 +226,7 @@ def check(engine: em.Engine) -> None:
                 assert part.keys is None or part.keys.shape[0] <= engine.max_batch
 
 
-@pytest.mark.parametrize("length", [3, 9, 20])
+@pytest.mark.parametrize("length", [3, 9, 20, 21, 30])
 def test_a_window_forgets_all_entries_after_a_length_and_none_before_it(length: int) -> None:
     """Snapshots are cut here: what a row read after the cut must not stay in the buffer, as it may be NaN."""
     window, written, dim = 8, length + 3, 2
