@@ -195,3 +195,26 @@ def test_commands_of_a_lost_engine_are_refused_and_not_run_in_the_event_loop(mon
 
     asyncio.run(lose())
     assert threads == ["engine"]
+
+
+def test_memory_is_freed_after_the_model_is_gone_although_the_thread_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, seen = Event(), list[Loaded | None]()
+
+    async def unload() -> None:
+        worker = Worker(lambda: Loaded(engine()), lambda result: None)
+        monkeypatch.setattr("eagle_mlx.serve.api.worker._free_memory", lambda: seen.append(worker.loaded))
+        worker.start(asyncio.get_running_loop())
+        await worker.load()
+        busy = asyncio.ensure_future(worker.between_steps(lambda: over.wait(60)))
+        while worker.work is None:
+            await asyncio.sleep(0)
+        unloaded = asyncio.ensure_future(worker.unload())
+        await asyncio.sleep(0)
+        over.set()
+        await unloaded
+        assert await busy
+        worker.stop()
+        worker.join()
+
+    asyncio.run(unload())
+    assert seen == [None]
