@@ -288,6 +288,8 @@ def test_a_row_can_be_cut_back_while_its_window_is_complete() -> None:
     assert [ring.cache.shortest(row) for row in range(2)] == [0, 0]
     ring.write(6, [1, 0], True)  # 26 positions in 24 entries, however many are kept
     assert [ring.cache.shortest(row) for row in range(2)] == [9, 9]
+    ring.write(1, [0, 0], True)  # brings back nothing of what the wider draft overwrote
+    assert [ring.cache.shortest(row) for row in range(2)] == [9, 9]
     ring.write(9, [9, 0], True)
     assert [ring.cache.shortest(row) for row in range(2)] == [13, 12]
     ring.leave(0)
