@@ -77,9 +77,12 @@ def test_a_text_that_continues_matches_across_its_pieces_in_the_tail() -> None:
 
 def test_tokens_whose_bytes_overlap_are_told_apart() -> None:
     texts = Texts()
-    texts.add([0xFFFF, 0xFF, 0xFFFFFF, 0xFF])
-    assert texts.longest(last_of([0xFFFF00])) == 0
-    assert texts.longest(last_of([0xFFFF])) == 1
+    texts.add([255, 255, 7])  # 00 00 01 00 00 00 01 00: the bytes of token 0 begin at the fourth
+    assert texts.longest(last_of([0])) == 0
+    assert texts.followers(last_of([0])) == []
+    texts.add([0, 9, 255, 255, 7])
+    assert texts.longest(last_of([0])) == 1
+    assert texts.followers(last_of([0])) == [[10, 256, 256, 8]]
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 50_000])
