@@ -203,17 +203,14 @@ class Parser(argparse.ArgumentParser):
 
     def _translated(self, args: Sequence[str]) -> Iterator[str]:
         """Yield the arguments with visible names of flags, and with the values that bare flags stand for."""
-        end = args.index("--") if "--" in args else len(args)
+        end, settings = args.index("--") if "--" in args else len(args), self._settings or {}
         for text, following in zip_longest(args[:end], args[1 : end + 1]):
             name, equals, value = text.partition("=")
             visible = self._hidden.get(name, name)
-            if text in _BARE and visible != text and following not in typing.get_args(self._type(visible)):
+            if text in _BARE and visible != text and following not in typing.get_args(settings[visible].type):
                 equals, value = "=", _BARE[text]
             yield f"{visible}{equals}{value}"
         yield from args[end:]
-
-    def _type(self, name: str) -> Any:
-        return (self._settings or {})[name].type
 
 
 def read(
