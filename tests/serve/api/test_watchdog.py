@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -202,9 +203,9 @@ def test_memory_is_freed_after_the_model_is_gone_although_the_thread_was_busy(mo
 
     async def unload() -> None:
         worker = Worker(lambda: Loaded(engine()), lambda result: None)
-        monkeypatch.setattr("eagle_mlx.serve.api.worker._free_memory", lambda: seen.append(worker.loaded))
         worker.start(asyncio.get_running_loop())
         await worker.load()
+        monkeypatch.setattr(gc, "collect", lambda: seen.append(worker.loaded))
         busy = asyncio.ensure_future(worker.between_steps(lambda: over.wait(60)))
         while worker.work is None:
             await asyncio.sleep(0)
