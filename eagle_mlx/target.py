@@ -77,9 +77,7 @@ class Target:
         hooks.add_to_rope(model, self._hooks, hooks.PlacesOneByOne)
         hooks.tile_attention(model, self._hooks)
         self._hooks.add(self._norm, RecordsInput)
-        args = getattr(model, "args", None)
-        args = getattr(args, "text_config", None) or args
-        sizes = (getattr(args, name, None) for name in ("max_position_embeddings", "max_seq_len", "n_ctx"))
+        sizes = (setting_of(model, name) for name in ("max_position_embeddings", "max_seq_len", "n_ctx"))
         longest = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 20)
         self.context_length = min(longest, hooks.bound_positions(backbone, self._hooks) or longest)
         self.num_layers = len(self.layers)
@@ -320,6 +318,13 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
         if advice.get("eos_token_id") == 0:  # mlx-lm takes it for none
             tokenizer.add_eos_token("0")
     return model, tokenizer
+
+
+def setting_of(model: nn.Module, name: str) -> Any:
+    """Return a setting of a model's config, or of its part for text; None without it."""
+    args = getattr(model, "args", None)
+    args = getattr(args, "text_config", None) or args
+    return args.get(name) if isinstance(args, dict) else getattr(args, name, None)
 
 
 def _floating(dtype: object) -> mx.Dtype:

@@ -19,7 +19,7 @@ from eagle_mlx.errors import ConfigError, RanksError, TargetError
 from eagle_mlx.ranks.channel import Channel, ProcessGroup
 from eagle_mlx.ranks.commands import LeadingTarget, follow
 from eagle_mlx.setting import RANK_SECONDS
-from eagle_mlx.target import Target, fingerprint, load_target
+from eagle_mlx.target import Target, fingerprint, load_target, setting_of
 
 _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")  # packages whose versions must be the same on all ranks
 _HEADS = ("num_attention_heads", "n_heads", "linear_num_key_heads", "linear_num_value_heads")
@@ -88,10 +88,8 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
     file, size = model_file(model), group.size()
     if not hasattr(model, "shard"):
         raise TargetError(f"models of type {file} cannot be sharded: mlx-lm has no tensor parallelism for them")
-    args = getattr(model, "args", None)
-    args = getattr(args, "text_config", None) or args
     for name in _HEADS:
-        count = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
+        count = setting_of(model, name)
         if isinstance(count, int) and count % size:
             raise TargetError(f"{size} ranks cannot share this target: its {name} is {count}; use a divisor of it")
     before = _widths(model)

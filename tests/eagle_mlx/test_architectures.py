@@ -260,3 +260,8 @@ def test_the_table_of_architectures_is_true() -> None:
     by_masks = {file for file in supported["state, one call for all rows"] if may_pad(target(file).model)}
     assert by_masks == set(supported["state, one call for all rows"])
     assert not any(may_pad(target(file).model) for file in supported["state, token by token"])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral3", "qwen3_vl"])
+def test_the_context_ends_where_the_config_of_the_text_part_says(name: str) -> None:
+    assert em.Target(tiny_model(name), name=name).context_length == 1024

@@ -24,7 +24,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import arrays_of, in_file_type, weights_of
 from eagle_mlx.heads import KINDS, HeadBase, kind_of
 from eagle_mlx.hidden_states import features_of, last_of
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, setting_of
 
 from ..config import TrainSettings, pass_type
 from ..kind_settings import KIND_SETTINGS
@@ -178,18 +178,11 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     return plain
 
 
-def setting_of(target: Target, name: str) -> Any:
-    """Return a setting of the target's config; None without it."""
-    args = getattr(target.model, "args", None)
-    args = getattr(args, "text_config", None) or args
-    return args.get(name) if isinstance(args, dict) else getattr(args, name, None)
-
-
 def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
     """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
 
     def of_target(name: str, default: Any) -> Any:
-        value = setting_of(target, name)
+        value = setting_of(target.model, name)
         value = default if value is None else value
         return max(value) if isinstance(value, list) else value  # one for each layer, as in Step-3.5
 

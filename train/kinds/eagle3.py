@@ -26,12 +26,12 @@ from eagle_mlx.formats.fields import rope_fields
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 from eagle_mlx.heads.eagle3.head import DecoderLayer
 from eagle_mlx.heads.layers import Attention, PlainLayer
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, setting_of
 
 from ..config import TrainSettings
 from ..kind_settings import ANCHOR_SHARE, KIND_SETTINGS
 from ..unroll import HIDDEN, Inputs, Step, UnrolledCache, recomputed, run_steps, take_rows, unroll_feedback
-from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights, setting_of
+from .base import SPREAD, Kept, Kind, layer_shape, mask_token, plain_weights
 from .least_squares import Matrix, Moments, Piece, factors
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
@@ -100,7 +100,7 @@ def attention_of(target: Target) -> dict[str, Any]:
     """
     attention: Any = getattr(target.layers[-1], "self_attn", None)
     biased = ["bias" in getattr(attention, name, {}) for name in ("q_proj", "o_proj")]
-    rope = {name: setting_of(target, name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    rope = {name: setting_of(target.model, name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
     try:
         theta, scaling = rope_fields(rope, target.context_length)
     except ConfigError as e:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from eagle_mlx.heads.base import HeadBase, Mask
 from eagle_mlx.heads.block import layers as parts
 from eagle_mlx.heads.block.layers import BlockAttention, BlockConfig
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, setting_of
 
 
 class BlockHead(HeadBase[BlockConfig]):
@@ -44,10 +44,8 @@ class BlockHead(HeadBase[BlockConfig]):
     def attach(self, target: Target) -> None:
         """Use the target's parts, and its ways to scale embeddings and logits unless the head has its own."""
         super().attach(target)
-        own, args = self.config, getattr(target.model, "args", None)
-        nested = getattr(args, "text_config", None)
-        args = args if nested is None or isinstance(nested, dict) else nested
-        of_gemma = str(getattr(args, "model_type", "")).startswith("gemma")  # Gemma scales its embeddings
+        own = self.config
+        of_gemma = str(setting_of(target.model, "model_type")).startswith("gemma")  # Gemma scales its embeddings
         scale = target.hidden_size**0.5 if of_gemma else 1.0
         self._scale = scale if own.embedding_scale is None else own.embedding_scale
         self._as_target = not own.own_lm_head and own.output_multiplier == 1 and own.logit_softcap is None
