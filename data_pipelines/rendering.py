@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_mlx.errors import DataError, PromptError
 from eagle_mlx.progress import counted
-from eagle_mlx.text import template_args
+from eagle_mlx.text import common_prefix, template_args
 from eagle_mlx.vision.images import ImageLimits
 from eagle_mlx.vision.spans import ImageSpan, ImageTokens, filled, placed
 
 from .conversation import Conversation
-from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
+from .template import Messages, Point, RenderedChat, TokenPlaces, marked, strip
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

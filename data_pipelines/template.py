@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle_mlx.errors import DataError
+from eagle_mlx.text import common_prefix
 
 from .conversation import Conversation, Message
 
@@ -244,11 +245,6 @@ class TokenPlaces(NamedTuple):
         before = self.chat.template.encode(self.chat.text[:at])
         count = common_prefix(before, self.tokens)
         return count, count < len(before)
-
-
-def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

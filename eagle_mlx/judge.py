@@ -26,7 +26,7 @@ from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Observation, Proposer, check_draft
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
-from eagle_mlx.text import is_loop
+from eagle_mlx.text import common_prefix, is_loop
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,7 @@ def draft_along(proposer: Proposer, recording: Recording, depth: int, target: Ta
         draft = check_draft(draft, proposer.name, plan, [room], target.vocab_size, newest, None)
         tokens = np.array(draft.tokens)[0, : draft.lengths.item()].tolist()
         seconds.append(perf_counter() - began)
-        pairs = enumerate(zip(tokens, text[read + 1 :], strict=False))
-        matching = next((at for at, (drafted, real) in pairs if drafted != real), min(len(tokens), left))
+        matching = common_prefix(tokens, list(text[read + 1 : read + 1 + len(tokens)]))
         taken = min(matching + 1, left)
         state.observe(recording.seen(read, read + taken, layers))
         read += taken

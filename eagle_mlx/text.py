@@ -54,6 +54,15 @@ class IncrementalText:
         return text
 
 
+def common_prefix(a: str | list[int], b: str | list[int]) -> int:
+    """Return the length of two texts' or two lists' common prefix. Bisects, because comparing items is slow."""
+    same, most = 0, min(len(a), len(b))
+    while same < most:
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if a[same:middle] == b[same:middle] else (same, middle - 1)
+    return same
+
+
 def _ends_open(before: str, text: str) -> bool:
     """Return whether a text that extends `before` may end with an incomplete character."""
     return len(text) <= len(before) or text.endswith("\ufffd")

@@ -11,7 +11,6 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -23,6 +22,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import setting
+from eagle_mlx.text import common_prefix
 from eagle_mlx.vision.images import ImageLimits, file_of
 
 from .decoding_options import COLOR_HELP, DIM, DecodingOptions, SamplingOptions, has_color, painted, renderer
@@ -107,7 +107,7 @@ class TerminalChat:
             return []
         turns = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
         prompts = [encode(self.engine.target, messages) for messages in (self.messages, [*self.messages, *turns])]
-        return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False)))]
+        return [common_prefix(*prompts)]
 
     def stream(self) -> Generator[Chunk, None, None]:
         """Answer the messages. All work is done when the first chunk is asked for. Raises EagleError."""

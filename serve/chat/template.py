@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
+from eagle_mlx.text import common_prefix
 
 from .families import answer_states, call_tags, templates
 from .history import Message, Way, lost_message, read_messages, text_of, ways_to_render, with_typed_parts
@@ -83,7 +84,7 @@ class Chat:
         if not _encodes_the_text(self.tokenizer):
             return ()
         encode = encode or (lambda text, special: list(self.tokenizer.encode(text, add_special_tokens=special)))
-        places = {_common(self.text, other) for other in self._later_chats() if other is not None}
+        places = {common_prefix(self.text, other) for other in self._later_chats() if other is not None}
         return tuple(sorted({self._count(at, prompt, encode) for at in places if 0 < at < len(self.text)}))
 
     def _later_chats(self) -> list[str | None]:
@@ -104,20 +105,11 @@ class Chat:
             tail = encode(self.text[place:], False)
             if tail and list(prompt[-len(tail) :]) == tail:
                 return len(prompt) - len(tail)
-        return _common(encode(self.text[:place], False), list(prompt))
+        return common_prefix(encode(self.text[:place], False), list(prompt))
 
 
 def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-
-
-def _common(a: Any, b: Any) -> int:
-    """Return the length of two texts' or lists' common prefix. Bisects, because comparing items is slow."""
-    same, most = 0, min(len(a), len(b))
-    while same < most:
-        middle = (same + most + 1) // 2
-        same, most = (middle, most) if a[same:middle] == b[same:middle] else (same, middle - 1)
-    return same
 
 
 _BILLING_HEADER = re.compile(
