@@ -18,10 +18,8 @@ from eagle_mlx.cpu import tune_process
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, PromptError, TargetError
 from eagle_mlx.files import check_apart, check_free, check_idle, free_disk
-from eagle_mlx.head_check import head_warning
-from eagle_mlx.heads import load_head
+from eagle_mlx.head_check import head_warning, load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
-from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token, unfinished_folder
@@ -161,8 +159,7 @@ def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target) 
     """Return an engine that drafts with the given head, if any. Raises HeadError if it does not fit the target."""
     head = None
     if options.head is not None and options.num_speculative_tokens:
-        head = load_head(options.head, target)
-        quantize_for(head, target)
+        head = load_head(options.head, target, check=False)
         if (warning := head_warning(head, target)) is not None:
             print(f"warning: {warning}", file=sys.stderr)
     loading.wire_active()

@@ -18,9 +18,10 @@ from eagle_mlx.data_pipelines import MakeLimits, Wanted, read_conversations
 from eagle_mlx.errors import DataError, EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import HeadFolder
-from eagle_mlx.heads import Format, layout_of, load_head
+from eagle_mlx.head_check import load_head
+from eagle_mlx.heads import Format, layout_of
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.precision import quantization_of, quantize, quantize_for
+from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.hooks import without_hooks
 from eagle_mlx.judge import Judge
 from eagle_mlx.paired import FEWEST
@@ -61,7 +62,7 @@ def settled(given: TrainConfig) -> TrainConfig:
         changes["head"] = kind.name
     if given.optimization.unroll is None and issubclass(kind.head_class, BlockHead):
         usual = KIND_SETTINGS.get(kind.name, KIND_SETTINGS["dflash"]).defaults["unroll"]
-        changes["unroll"] = min(usual, load_head(folder).config.drafts)
+        changes["unroll"] = min(usual, load_head(folder, check=False).config.drafts)
     return given.changed(**changes)
 
 
@@ -84,8 +85,7 @@ def prepare(target: Target, config: TrainSettings, world: World, over: Callable[
     over: whether more than a share of the run's time has passed. Raises as `answer_prompts`.
     """
     if config.data.prompts:
-        head = load_head(config.head.adapt, target)
-        quantize_for(head, target)
+        head = load_head(config.head.adapt, target, check=False)
         answer_prompts(target, config, head, world, lambda: over(_ANSWERING))
     if not config.data.replay:
         count = sum(1 for _ in read_conversations(data_config(config), learned_side(config), target.tokenizer))
@@ -158,9 +158,7 @@ class Adaptation:
 
     def _compare(self, candidate: Path, prompts: Prompts) -> dict[str, Any]:
         target = self.target
-        heads = [load_head(folder, target) for folder in (self.files.folder, candidate)]
-        for head in heads:
-            quantize_for(head, target)
+        heads = [load_head(folder, target, check=False) for folder in (self.files.folder, candidate)]
         first, second = map(HeadProposer, heads)
         judge = Judge(target, first, second, self.measuring.depth)
         curve = None if first.weight_bytes == second.weight_bytes else learn_costs(target)

@@ -32,8 +32,7 @@ from eagle_mlx.data_pipelines import (
 )
 from eagle_mlx.errors import CheckpointError, DataError, in_one_line
 from eagle_mlx.files import free_disk, write_whole
-from eagle_mlx.heads import load_head
-from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.head_check import load_head
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
@@ -147,9 +146,7 @@ class Portions:
         nothing to learn from, OutputError if it cannot be written.
         """
         if not self._file(number).exists():
-            drafts = load_head(head, self._target) if head is not None else None
-            if drafts is not None:
-                quantize_for(drafts, self._target)
+            drafts = load_head(head, self._target, check=False) if head is not None else None
             files = [self._folder / _HELD_OUT, *map(self._file, range(number))]
             earlier = set[int]().union(*(prompt_keys(file) for file in files if file.exists()))
             tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, elsewhere=earlier)
