@@ -5,9 +5,8 @@ import pytest
 
 from eagle_mlx.data_pipelines import capture
 from eagle_mlx.hidden_states import Example, widened
-from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.batches import Batches, Rows, capture_rows, unpack
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.data.sources import capture_rows, unpack
 from tests.fakes import tiny_target
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0, 0]], np.int32)

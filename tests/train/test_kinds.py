@@ -20,9 +20,8 @@ from eagle_mlx.hidden_states import from_16_bits, widened
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data.batches import Batches, Rows
+from eagle_mlx.train.data.batches import Batches, Rows, capture_rows
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.data.sources import capture_rows
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolve
 from eagle_mlx.train.kinds.base import layer_shape

@@ -1,17 +1,8 @@
 """Training data: samples, packed into rows, in prefetched batches."""
 
-from .batches import Batches, Piece, Rows, count_learned
+from .batches import Batches, Piece, Rows, capture_rows, count_learned
 from .examples import Examples, InMemory, OnDisk
-from .sources import (
-    EvalPrompts,
-    TrainData,
-    amount,
-    capture_rows,
-    data_on_disk,
-    heldout_prompts,
-    questions_of,
-    training_data,
-)
+from .sources import EvalPrompts, TrainData, amount, data_on_disk, heldout_prompts, questions_of, training_data
 from .storage import (
     answer_prompts,
     check_data,

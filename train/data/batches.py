@@ -14,10 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.hidden_states import Bits
+from eagle_mlx.hidden_states import Bits, read_states
+from eagle_mlx.target import Target
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
@@ -287,3 +289,39 @@ def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
             yield item
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def capture_rows(target: Target, aux_layers: Sequence[int], rows: Rows) -> mx.array:
+    """Compute the hidden states [B, L, (n + 1) * H] of packed rows lazily: aux layers, then the last layer.
+
+    The target reads each conversation separately, right-padded, so none attends to another, and from its beginning.
+    Those of similar length are read together.
+    """
+    batches, places = unpack(rows)
+    states = [read_states(target, mx.array(tokens), aux_layers) for tokens in batches]
+    return mx.concatenate([x.reshape(-1, x.shape[-1]) for x in states])[mx.array(places)]
+
+
+def unpack(rows: Rows) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
+    """Unpack rows into the texts that the target reads, in padded batches [N, T] of at most the rows' B * L tokens.
+
+    Also return each position's index [B, L] in the flattened and concatenated batches; padding has index 0.
+    """
+    row, at = np.nonzero(rows.segments)
+    starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(rows.segments[row, at], prepend=-1))
+    pieces = list(zip(np.split(row, starts[1:]), np.split(at, starts[1:]), strict=True)) if len(row) else []
+    texts = [text for of_row in rows.texts for text in of_row] or [rows.tokens[piece] for piece in pieces]
+    order, first, read = sorted(range(len(texts)), key=lambda i: -len(texts[i])), 0, 0
+    batches, places = [], np.zeros(rows.tokens.shape, np.int32)
+    while first < len(order):
+        width = len(texts[order[first]])
+        group = order[first : first + max(1, rows.tokens.size // width)]
+        tokens = np.zeros((len(group), width), np.int32)
+        for number, i in enumerate(group):
+            length = len(texts[i])
+            tokens[number, :length] = texts[i]
+            end = read + number * width + length
+            places[pieces[i]] = np.arange(end - len(pieces[i][0]), end)
+        batches.append(tokens)
+        first, read = first + len(group), read + tokens.size
+    return batches, places
