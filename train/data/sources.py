@@ -35,18 +35,7 @@ from eagle_mlx.target import Target
 from ..config import MOST_PROMPTS, TrainSettings
 from ..kinds import aux_layers_of
 from .examples import Examples, InMemory, OnDisk, draft_vocabulary
-from .storage import (
-    IN_WORDS,
-    Place,
-    cache_folder,
-    choose_states,
-    data_config,
-    learned_side,
-    no_prompts,
-    of_replay,
-    prompt_config,
-    sources_of,
-)
+from .storage import Place, cache_folder, choose_states, data_config, learned_side, no_prompts, of_replay, prompt_config
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ def training_data(
     choice = choose_states(config, sum(texts.lengths), meta, reserve, most=most)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
-    states = IN_WORDS[choice.place]
+    states = choice.states
     if choice.place == "memory":
         samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
     elif choice.place == "disk":
@@ -191,13 +180,13 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
     length = min(config.data.max_length, target.context_length)
-    read = ReadReport()
-    conversations = read_conversations(data_config(config), learned_side(config), target.tokenizer, read)
+    data, read = data_config(config), ReadReport()
+    conversations = read_conversations(data, learned_side(config), target.tokenizer, read)
     rendered, report = render_all(target.tokenizer, conversations, length, config.data.filters.skip_bad)
     notes = report.notes(target.name)
     if not rendered:
         raise DataError(
-            f"no usable conversations in {', '.join(sources_of(config))}; check the source, or raise --max-length"
+            f"no usable conversations in {', '.join(data.sources)}; check the source, or raise --max-length"
             + "".join(f"\n  {note}" for note in notes)
         )
     for note in notes if progress else ():

@@ -49,7 +49,7 @@ Place = Literal["memory", "disk", "online"]
 C = TypeVar("C", bound=TrainConfig)
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95  # share of free memory and disk that the cache may use
-IN_WORDS: dict[Place, str] = {
+_IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
     "disk": "captured once, kept on disk",
     "online": "captured for each batch",
@@ -61,6 +61,10 @@ class CacheChoice:
     place: Place  # `memory` and `disk` capture once; `online` captures for each batch and keeps nothing
     size: int  # bytes of the hidden states at `place`; for `online`, the bytes that they would need on disk
     text: str  # the estimate and the choice in one line
+
+    @property
+    def states(self) -> str:
+        return _IN_WORDS[self.place]
 
 
 def self_file(config: TrainConfig) -> Path:
@@ -130,7 +134,7 @@ def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheC
     size = tokens * bytes_per_token(replace(meta, bits=bits))
     layers = len(meta.aux_layers) + 1
     what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
-    return CacheChoice(place, size, f"{what}: {gb(size)} in {bits} bits, {why}{IN_WORDS[place]}")
+    return CacheChoice(place, size, f"{what}: {gb(size)} in {bits} bits, {why}{_IN_WORDS[place]}")
 
 
 def make_data(

@@ -39,17 +39,7 @@ from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..data import (
-    EvalPrompts,
-    Examples,
-    InMemory,
-    OnDisk,
-    TrainData,
-    amount,
-    data_on_disk,
-    heldout_prompts,
-    questions_of,
-)
+from ..data import EvalPrompts, InMemory, OnDisk, TrainData, amount, data_on_disk, heldout_prompts, questions_of
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay
@@ -173,7 +163,7 @@ class Portions:
         if self._first is None:  # the first portion always has hidden states
             first = OnDisk(readers[0])
             self._first = data_on_disk(self._target, self._config, first, self._aux_layers, self._head)
-        samples: Examples
+        samples: InMemory | OnDisk
         if len(readers) == count:
             samples, states = OnDisk(*readers), f"shards of {counted(count, 'portion')}, captured once"
         else:
