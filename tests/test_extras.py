@@ -175,7 +175,8 @@ def test_a_run_without_matplotlib_has_no_plots_and_says_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert write_plots([{"kind": "train", "step": 1, "loss": 1.0}], tmp_path) == []
+    write_plots([{"kind": "train", "step": 1, "loss": 1.0}], tmp_path)
+    assert not any(tmp_path.iterdir())
     assert "note: plotting needs packages" in capsys.readouterr().err
 
 

@@ -31,23 +31,20 @@ _NO_SETTINGS = frozenset(
 Row = dict[str, Any]  # a line of metrics: its `kind` (train or eval), the `step` after which it was taken, the values
 
 
-def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_plots(rows: Sequence[Row], folder: Path) -> None:
     """Plot a run as PNG files in `folder`: all PICTURES for which there are rows; none without matplotlib."""
     try:
         require("plotting", "plots")
     except ConfigError as e:
         print(f"note: {e}", file=sys.stderr)
-        return []
+        return
     from matplotlib.figure import Figure
 
-    written = []
     for name, (kind, draw) in _PLOTS.items():
         if data := [row for row in rows if row["kind"] == kind]:
             figure = Figure(figsize=(7.2, 4.4), layout="constrained")
             draw(_styled(figure.add_subplot()), data)
             figure.savefig(folder / name, dpi=140)
-            written.append(folder / name)
-    return written
 
 
 def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:

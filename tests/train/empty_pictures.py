@@ -8,8 +8,6 @@ from pathlib import Path
 from eagle_mlx.train.report import PICTURES, Row
 
 
-def leave_empty_pictures(rows: Sequence[Row], folder: Path) -> list[Path]:
-    written = [folder / name for name in PICTURES]
-    for path in written:
-        path.touch()
-    return written
+def leave_empty_pictures(rows: Sequence[Row], folder: Path) -> None:
+    for name in PICTURES:
+        (folder / name).touch()
