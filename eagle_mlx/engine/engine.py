@@ -319,9 +319,7 @@ class Engine:
         """
         if self._in_step:
             raise ConfigError("another thread decodes with this engine: let one call it, or one after another")
-        observes = self.observer is None or callable(self.observer)
-        if not (observes and isinstance(self.max_batch, int) and self.max_batch > 0):
-            self._check_changeable()
+        self._check_changeable()
         work, ended = None, list[RequestState]()
         try:
             self._in_step = True
