@@ -15,8 +15,9 @@ EagleError
 HeadWarning, a UserWarning: a head that fits, but whose drafts are rarely accepted or whose config has unknown fields.
 """
 
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -72,6 +73,12 @@ def check(holds: object, message: str) -> None:
     """Raise ConfigError unless something holds."""
     if not holds:
         raise ConfigError(message)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint for an error message, `did you mean X? `, or "" if no name is similar."""
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def require(name: str, value: Any, kind: Any, meaning: str, least: float = -math.inf, most: float = math.inf) -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.errors import ConfigError, DataError, did_you_mean
 from eagle_mlx.files import read_yaml
 
-from .rows import FieldMap, nearest
+from .rows import FieldMap
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 SPECS = """\
@@ -109,7 +109,7 @@ def _parse(text: str) -> Source:
 def _preset(text: str) -> Source:
     name, at, place = text.removeprefix("preset:").partition("@")
     if name not in PRESETS:
-        hint = nearest(name, PRESETS)
+        hint = did_you_mean(name, PRESETS)
         raise ConfigError(f"preset:{name}: {hint}the presets are {', '.join(PRESETS)} (see `eagle-data presets`)")
     preset = PRESETS[name]
     options = {key: preset[key] for key in ("config", "split", "files") if key in preset}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.errors import ConfigError, DataError, did_you_mean
 from eagle_mlx.vision.images import TYPES, with_marks
 
 from ..conversation import Conversation, Message
@@ -52,7 +51,7 @@ class FieldMap:
             if not ours or not theirs:
                 raise ConfigError(f"--map {text}: {part!r} is not of the form FIELD=NAME, such as role=from")
             if ours not in fields:
-                hint = nearest(ours, fields)
+                hint = did_you_mean(ours, fields)
                 raise ConfigError(f"--map {text}: there is no field {ours!r}; {hint}the fields are {', '.join(fields)}")
             if ours in names:
                 raise ConfigError(f"--map {text}: {ours} appears twice")
@@ -96,12 +95,6 @@ class FieldMap:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(str, names)) or "none"
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a hint for an error message, `did you mean X? `, or "" if no name is similar."""
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 def choose(maps: Iterable[str], source: str) -> FieldMap | None:

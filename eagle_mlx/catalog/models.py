@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import mlx.nn as nn
 import yaml
 from mlx_lm.utils import load_model
 
-from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.errors import ConfigError, TargetError, did_you_mean
 from eagle_mlx.target import Target
 
 
@@ -30,8 +29,7 @@ def published_model(name: str) -> Mapping[str, Any]:
     """Return fields of a model's config.json. Raises ConfigError, with all names, if the model is unknown."""
     models = published_models()
     if name not in models:
-        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), models, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name.rpartition("/")[2].lower(), models)
         raise ConfigError(f"there is no shape {name}: {hint}the shapes are {', '.join(models)}")
     return models[name]
 

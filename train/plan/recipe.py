@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +11,7 @@ import yaml
 
 from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.catalog.models import published_model
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, did_you_mean
 
 from ..config import TrainConfig
 from ..recipes import RECIPES, recipe_names
@@ -31,8 +30,7 @@ def load_recipe(name: str, head: str = "") -> Recipe:
     """Return the recipe with this name or for this model, or its variant for a kind of `head`. Raises ConfigError."""
     recipe = _read(name) if name in recipe_names() else recipe_for(name)
     if recipe is None:
-        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name.rpartition("/")[2].lower(), recipe_names())
         raise ConfigError(f"there is no recipe {name}: {hint}the recipes are {', '.join(recipe_names())}")
     if (own := f"{recipe.name}-{head}") in recipe_names():
         recipe = _read(own)
