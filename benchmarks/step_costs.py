@@ -44,7 +44,7 @@ def measure_costs(
     target: Target, head: DraftHead | None, depths: Sequence[int], context: int = 128, repeats: int = 60
 ) -> StepCosts:
     """Time the parts in turns, after a warm-up. The caches' content makes no difference."""
-    cache, deepest = filled_cache(target, context), max(depths)
+    cache, deepest = filled_cache(target, [0] * context), max(depths)
     parts: dict[str, Step] = {"target": target_step(target, cache, 1)}
     parts |= {f"verify {depth}": target_step(target, cache, depth + 1) for depth in depths}
     if head is not None:

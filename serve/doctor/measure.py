@@ -102,11 +102,11 @@ def take_turns(
     return taken
 
 
-def filled_cache(target: Target, context: int) -> RaggedCache:
-    """Return the cache of one row with this many positions."""
+def filled_cache(target: Target, prompt: Sequence[int]) -> RaggedCache:
+    """Return the cache of one row that has read a prompt."""
     cache = RaggedCache.of(target.model, 1)
-    mx.eval(target.forward(mx.zeros((1, context), mx.int32), cache, ends=[context - 1]).logits)
-    cache.advance(context)
+    mx.eval(target.forward(mx.array([prompt], mx.int32), cache, ends=[len(prompt) - 1]).logits)
+    cache.advance(len(prompt))
     return cache
 
 
@@ -129,7 +129,7 @@ def draft_steps(target: Target, head: DraftHead, context: int, depth: int) -> St
 def time_steps(target: Target, head: DraftHead, seconds: float) -> Steps:
     """Time verifies and draft steps. A slow machine measures fewer sizes."""
     context = min(CONTEXT, target.context_length // 2)
-    cache = filled_cache(target, context)
+    cache = filled_cache(target, [0] * context)
     steps = {count: target_step(target, cache, count) for count in POSITIONS}
     drafts = {0: draft_steps(target, head, context, _DRAFTED)}
     taken = take_turns(drafts | steps, REPEATS, 1, seconds, "verify and draft")
@@ -178,9 +178,7 @@ def compare_bits(target: Target, count: int) -> list[SameBits]:
 
 def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int) -> NDArray[np.float32]:
     """Return the logits [count, V] float32 of a text, of which each forward reads `width` positions."""
-    cache, logits = RaggedCache.of(target.model, 1), []
-    mx.eval(target.forward(mx.array([prompt], mx.int32), cache, ends=[len(prompt) - 1]).logits)
-    cache.advance(len(prompt))
+    cache, logits = filled_cache(target, prompt), []
     for at in range(0, len(text), width):
         part = target.forward(mx.array([text[at : at + width]], mx.int32), cache).logits[0]
         logits.append(np.array(part.astype(mx.float32)))
