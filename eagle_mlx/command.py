@@ -228,11 +228,10 @@ def read(
 class Subcommands:
     """Subcommands, each with its own settings."""
 
-    def __init__(self, parser: Parser, metavar: str = "COMMAND"):
+    def __init__(self, parser: Parser):
         self._parser = parser
-        self._parts = parser.add_subparsers(
-            required=True, metavar=metavar, help=argparse.SUPPRESS, prog=parser.prog, dest=metavar
-        )
+        names = {"dest": "COMMAND", "metavar": "COMMAND"}
+        self._parts = parser.add_subparsers(required=True, help=argparse.SUPPRESS, prog=parser.prog, **names)
 
     def add(self, name: str, options: type[Options], work: Callable[[Options], int | None], about: str) -> None:
         """Add a command that calls `work` with its settings."""
