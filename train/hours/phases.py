@@ -162,14 +162,9 @@ class Hours:
     def _next_portion(self, left: float, learning: float = 0.0) -> tuple[int, bool]:
         """Return the `next_portion` if `left` seconds remain after `learning` more seconds of learning."""
         rates, progress = self._rates(), self.run.progress
-        return next_portion(
-            left,
-            self._journal.made,
-            self.run.progress.tokens + round(learning * rates.learned),
-            self._passes,
-            rates,
-            COOLDOWN * (progress.train_seconds + learning),
-        )
+        learned = progress.tokens + round(learning * rates.learned)
+        cooldown = COOLDOWN * (progress.train_seconds + learning)
+        return next_portion(left, self._journal.made, learned, self._passes, rates, cooldown)
 
     def _rates(self) -> Rates:
         """Return those of the latest portion and phase; before the first step, learning is as measured by a probe."""
