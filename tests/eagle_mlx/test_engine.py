@@ -665,9 +665,10 @@ def test_a_grammar_or_watcher_that_is_not_returned_is_refused(name: str) -> None
 
 def test_a_batch_without_places_is_refused_between_steps() -> None:
     engine = em.Engine(TARGET)
-    engine.max_batch = 0
-    with pytest.raises(ConfigError, match="max_batch must be an integer of at least 1; got 0"):
-        engine.generate([1, 2])
+    for wrong in (0, True):
+        engine.max_batch = wrong
+        with pytest.raises(ConfigError, match=f"max_batch must be an integer of at least 1; got {wrong}"):
+            engine.generate([1, 2])
     engine.max_batch = 2
     assert engine.generate([1, 2], em.SamplingParams(max_tokens=2)).finish_reason == "length"
 
