@@ -116,10 +116,10 @@ class Collector:
                 text.states.append(copied[row, first : first + taken].copy())
         for text, example in ended:
             if sum(map(len, text.states)) == text.end - text.start:  # else some were lost with a step that failed
-                states = np.pad(np.concatenate(text.states), ((0, 1), (0, 0)))  # the final token was not read
-                self._examples.append(replace(example, states=HiddenStates.split(self._named, states)))
+                whole = np.pad(np.concatenate(text.states), ((0, 1), (0, 0)))  # the final token was not read
+                self._examples.append(replace(example, states=HiddenStates.split(self._named, whole)))
                 self.collected += 1
-                self.nbytes += states.nbytes
+                self.nbytes += whole.nbytes
         while self.nbytes > self._limit:
             self._pop()
 
