@@ -58,9 +58,8 @@ class BareTool(BaseModel):
 class Turns:
     """Collects turns as messages of Chat Completions, one for turns of the same role: templates may want them so."""
 
-    def __init__(self, newest: str) -> None:
-        """newest: the place of the newest message in the request."""
-        self.pictures = Pictures(newest)
+    def __init__(self, pictures: Pictures) -> None:
+        self.pictures = pictures
         self._turns: list[dict[str, Any]] = []
         """Messages with lists of pieces, because repeated concatenation takes quadratic time."""
         self._calls: set[str] = set()

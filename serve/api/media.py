@@ -85,10 +85,19 @@ class PictureError(ApiError):
 class Pictures:
     """The images of a conversation, by the numbers of the marks that stand for them in its texts."""
 
-    def __init__(self, newest: str = "") -> None:
-        """newest: how the places of images in the newest message begin."""
-        self._newest, self._question = newest, -1
+    def __init__(self, question: Any = None, where: str = "") -> None:
+        """question: the content of the newest message if it is the user's own, not a result; where: its place.
+
+        Raises ApiError 400 if it ends with a part that no model here reads. If it ends with an image, that must be
+        read. In other messages, a note takes the place of images that cannot be read, because clients send them again.
+        """
         self._images = list[tuple[Media, str]]()
+        self._question = f"{where}[" if isinstance(question, list) else "["
+        self._ends_with_image = isinstance(question, list) and bool(question) and isinstance(question[-1], Media)
+        if self._ends_with_image and question[-1].source is None:
+            where = f"{where}[{len(question) - 1}]"
+            problem = f"{question[-1].kind} is not supported; this server reads only text"
+            raise PictureError(400, f"{where}: {problem}", where)
 
     def text(self, part: Media, where: str) -> str:
         """Return the text of a part: for an image a mark, else a note."""
@@ -101,23 +110,13 @@ class Pictures:
         """Return a text with the URLs of images in place of their marks."""
         return _replaced(text, [part.source or "" for part, _ in self._images])
 
-    def check_last(self, parts: object, where: str) -> None:
-        """Raise ApiError 400 if a conversation ends with a part that no model here reads: it is the question, and
-        earlier ones are not. If it ends with an image, that must be read."""
-        if not (isinstance(parts, list) and parts and isinstance(last := parts[-1], Media)):
-            return
-        if last.source is None:
-            where = f"{where}[{len(parts) - 1}]"
-            raise PictureError(400, f"{where}: {last.kind} is not supported; this server reads only text", where)
-        self._question = len(parts) - 1
-
     def read(
         self, messages: Sequence[dict[str, Any]], vision: Vision | None, limits: ImageLimits, check: Callable[[], None]
     ) -> tuple[list[dict[str, Any]], list[ImageTokens]]:
         """Return messages with marks for the images that were read, and these. A note takes the place of others.
 
-        Raises ApiError 400 if the newest message has an image that cannot be read, or, if the model reads only text, if
-        it ends with one; and what `check` raises, which is called before each image.
+        Raises ApiError 400 if the question has an image that cannot be read, or, if the model reads only text, if it
+        ends with one; and what `check` raises, which is called before each image.
         """
         if not self._images:
             return list(messages), []
@@ -125,15 +124,15 @@ class Pictures:
         read, texts = list[ImageTokens](), list[str]()
         for index, (part, where) in enumerate(self._images):
             check()
-            is_new = where.startswith(self._newest)
+            is_asked = where.startswith(self._question)
             try:
                 if problem is not None or vision is None:
-                    is_new = self._question >= 0 and index == len(self._images) - 1
+                    is_asked = self._ends_with_image and index == len(self._images) - 1
                     raise PromptError(f"{part.kind} is not supported; {problem}")
                 limits.check_number(index + 1)
                 image = vision.read(data_of(part.source or "", limits), limits)
             except PromptError as e:
-                if is_new:
+                if is_asked:
                     raise PictureError(400, f"{where}: {e}", where) from e
                 texts.append(part.note if problem else f"[{part.kind} left out: it cannot be read]")
             else:

@@ -20,7 +20,7 @@ from .chat import EncodedChat
 from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, counted, translated
 from .errors import ERRORS, EVENTS, NO_THREADS, ApiError, documented
 from .limits import Limits
-from .media import Media, paragraphs, without_data
+from .media import Media, Pictures, paragraphs, without_data
 from .metrics import stats
 from .received import models_of, receive
 from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, T
@@ -199,12 +199,11 @@ def _deferred(body: CountTokensRequest) -> set[str]:
 
 
 def _turns(body: CountTokensRequest) -> Turns:
-    last = len(body.messages) - 1
-    conversation = Turns(f"messages[{last}].")
+    last = body.messages[-1]
+    is_own = last.role == "user" and not any(isinstance(block, ToolResultBlock) for block in _blocks(last.content))
+    conversation = Turns(Pictures(last.content if is_own else None, f"messages[{len(body.messages) - 1}].content"))
     if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
         conversation.say("system", text)
-    if body.messages[last].role == "user":
-        conversation.pictures.check_last(body.messages[last].content, f"messages[{last}].content")
     functions = {str(tool.name): _function(tool)["function"] for tool in body.tools or () if not _is_hosted(tool)}
     for index, turn in enumerate(body.messages):
         _add(conversation, turn, f"messages[{index}].content", functions)

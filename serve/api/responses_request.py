@@ -14,7 +14,7 @@ from ..chat.history import with_whole_pairs
 from .conversation import BareTool, Names, OwnTool, Turns, translated
 from .errors import ApiError
 from .limits import Limits
-from .media import Media, paragraphs, without_data
+from .media import Media, Pictures, paragraphs, without_data
 from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, EventFormat, Many, OpenAIRequest
 
 
@@ -344,10 +344,10 @@ def _unsealed(text: str | None) -> str:
 
 def _turns(instructions: str | None, items: Sequence[Item], kept: int) -> Turns:
     """Return the turns of a chat. kept: how many items come from the previous response."""
-    place = f"input[{len(items) - kept - 1}]"
-    conversation = Turns(f"{place}.")
-    if isinstance(last := items[-1], MessageItem) and last.role == "user":
-        conversation.pictures.check_last(last.content, f"{place}.content")
+    before, last = items[-2:][0], items[-1]
+    is_own = isinstance(last, MessageItem) and last.role == "user" and not isinstance(before, CallOutputItem)
+    question = last.content if isinstance(last, MessageItem) and is_own else None
+    conversation = Turns(Pictures(question, f"input[{len(items) - kept - 1}].content"))
     if instructions:
         conversation.say("system", instructions)
     for index, item in enumerate(items):

@@ -366,10 +366,9 @@ class ChatRequest(ChatExtensions, ChoicesRequest):
     def plain_messages(self) -> tuple[list[dict[str, Any]], Pictures]:
         """Return the messages for a template with marks for images, and the images. Raises ApiError 400 if the last is
         of a kind that no model here reads."""
-        last = f"messages[{len(self.messages) - 1}]"
-        pictures = self._pictures or Pictures(f"{last}.")
-        if self.messages[-1].role == "user":
-            pictures.check_last(self.messages[-1].content, f"{last}.content")
+        place, last = f"messages[{len(self.messages) - 1}].content", self.messages[-1]
+        is_own = last.role == "user" and self.messages[-2:][0].role != "tool"  # clients move a result's images there
+        pictures = self._pictures or Pictures(last.content if is_own else None, place)
         return [message.plain(pictures, f"messages[{at}]") for at, message in enumerate(self.messages)], pictures
 
     @property

@@ -94,6 +94,19 @@ def test_an_image_at_the_end_is_refused_until_more_is_said(caller: Live, dialect
 
 
 @DIALECTS
+def test_an_image_that_a_client_moves_from_a_result_to_the_user_becomes_a_note(caller: Live, dialect: Dialect) -> None:
+    turns = [user(text(dialect, "look")), *called(dialect, "{}" if dialect is not MESSAGES else {})]
+    picture = PICTURES[dialect]
+    if dialect is MESSAGES:  # roles alternate there
+        turns[-1]["content"].append(picture)
+    else:
+        turns.append(user(picture))
+    assert prompt_tokens(post(caller, dialect, turns)) > 0
+    answered = {"role": "assistant", "content": "I cannot see it."}
+    assert post(caller, dialect, [*turns, answered, user(picture)]).status_code == 400
+
+
+@DIALECTS
 @pytest.mark.parametrize("tools", [False, True])
 def test_roles_that_the_template_refuses_are_changed(mistral: Live, dialect: Dialect, tools: bool) -> None:
     ask = user(text(dialect, "hello"))

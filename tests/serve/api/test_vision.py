@@ -224,6 +224,20 @@ def test_an_image_that_cannot_be_read_does_not_end_a_session(seeing: Live, diale
 
 
 @DIALECTS
+@pytest.mark.parametrize("name", ["a broken file", "a large image", "an http URL"])
+def test_an_image_of_a_result_that_cannot_be_read_does_not_end_a_session(
+    seeing: Live, dialect: Dialect, name: str
+) -> None:
+    def tokens(words: str, *parts: dict[str, Any]) -> int:
+        turns = [user(text(dialect, "look")), *called(dialect, "{}", [text(dialect, words), *parts])]
+        return prompt_tokens(post(seeing, dialect, turns))
+
+    picture = shown(dialect, HOSTILE[name][0])
+    note = f"[{picture['type']} left out: it cannot be read]"
+    assert tokens("a picture:", picture) == tokens(f"a picture:{note}")
+
+
+@DIALECTS
 def test_a_server_that_cannot_read_its_vision_weights_says_so_in_its_log(
     tmp_path: Path, dialect: Dialect, caplog: pytest.LogCaptureFixture
 ) -> None:

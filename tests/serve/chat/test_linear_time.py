@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.api.conversation import Turns
+from eagle_mlx.serve.api.media import Pictures
 from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from eagle_mlx.serve.chat.template import without_billing_header
 from tests.serve.chat.formats import WEATHER, format_with_parser
@@ -44,7 +45,7 @@ def test_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 )
 def test_a_message_of_many_blocks_takes_linear_time(add: Callable[[Turns, str], None]) -> None:
     def join(count: int) -> None:
-        conversation = Turns("messages[0]")
+        conversation = Turns(Pictures())
         for _ in range(count):
             add(conversation, "abcdefgh")
         assert len(conversation.messages) == 1
