@@ -56,6 +56,11 @@ class Loaded:
         self.texts = TokenTexts(self.tokenizer)
 
     @property
+    def context(self) -> int:
+        """The most tokens of a request: the model's context, or what the memory for keys and values holds of it."""
+        return min(self.target.context_length, self.engine.kv_budget.longest)
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """The values of `spec_decode` that a request may use."""
         proposer = self.engine.proposer
@@ -165,7 +170,7 @@ def sampling(
     params = SamplingParams(
         **advised,  # type: ignore[arg-type]  # each by its own name; __post_init__ checks the types
         seed=request.seed,
-        max_tokens=max_tokens or loaded.target.context_length,
+        max_tokens=max_tokens or loaded.context,
         stop=tuple(request.stops),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
@@ -206,10 +211,11 @@ def _drafter(request: ChoicesRequest, loaded: Loaded) -> Drafter | None:
 
 def check_context(prompt: int, loaded: Loaded, param: str) -> None:
     """Raise ApiError 400 if a prompt of this many tokens leaves no room for an answer in the context."""
-    context = loaded.target.context_length
+    context = loaded.context
     if prompt >= context:
         # Both APIs' words, which tell agents to shorten the conversation. Copilot CLI knows only `prompt is too long`.
         here = f"this model's maximum context length is {context} tokens, and the prompt is too long: it has {prompt}"
-        error = ApiError(400, f"{here}; shorten it", param, TOO_LONG)
+        remedy = "shorten it" if context == loaded.target.context_length else "shorten it, or raise --kv-gb"
+        error = ApiError(400, f"{here}; {remedy}", param, TOO_LONG)
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

@@ -109,13 +109,13 @@ def described(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "eagle-mlx",
-        "max_model_len": loaded.target.context_length if loaded else None,
+        "max_model_len": loaded.context if loaded else None,
         "state": "failed" if service.state == "loaded" and loaded is None else service.state,
     }
 
 
 def described_to_anthropic(service: Service) -> dict[str, Any]:
-    context = service.loaded.target.context_length if service.loaded else None
+    context = service.loaded.context if service.loaded else None
     return {
         "type": "model",
         "id": service.name,
@@ -237,8 +237,7 @@ async def tokenize(request: Request) -> Response:
         else:
             tokens = encode(body.prompt or "", body.add_special_tokens is not False)
         texts = [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None
-        context = loaded.target.context_length
-        return {"count": len(tokens), "max_model_len": context, "tokens": tokens, "token_strs": texts}
+        return {"count": len(tokens), "max_model_len": loaded.context, "tokens": tokens, "token_strs": texts}
 
     return await respond_encoded(received, work)
 

@@ -159,7 +159,16 @@ def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
         assert before["eagle:kv_bytes_max"] == allowed
         refused = server.http.post(COMPLETIONS, json={"prompt": [7] * 300})
         assert refused.status_code == 400
-        assert "enough for 300 tokens" in refused.json()["error"]["message"]
+        error = refused.json()["error"]
+        assert error["code"] == "context_length_exceeded", "agents shorten the conversation"
+        assert "maximum context length is 300 tokens" in error["message"]
+        assert error["message"].endswith("or raise --kv-gb")
+        assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 300
+        question = {"messages": [{"role": "user", "content": "x " * 300}], "max_tokens": 1}
+        refused = server.http.post("/v1/messages", json=question)
+        assert refused.json()["error"]["message"].startswith("prompt is too long: ")
+        (model,) = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+        assert model["max_input_tokens"] == 300
         for limit in ({}, {"max_tokens": 300}):
             body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, **limit}
             usage = server.http.post(COMPLETIONS, json=body).json()["usage"]
