@@ -19,8 +19,8 @@ from .errors import ApiError
 
 _MEDIA = re.compile(
     r"(input_)?(document|image|audio|video|file)(_url)?|search_result|container_upload"
-    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?"
-    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|compaction|ghost_snapshot"
+    r"|\w+_tool_(use|result)|(?!function_|custom_tool_)\w+_call(_output)?|program(_output)?"
+    r"|mcp_(list_tools|approval_(request|response))|tool_search_output|additional_tools|compaction|ghost_snapshot"
 )
 
 

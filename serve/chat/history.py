@@ -267,7 +267,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool], form: CallForm, 
         elif role == "system":
             role = place
         changed.append({"role": role, "content": content})
-    return joined(changed)
+    return with_user_first(joined(changed))
 
 
 _PIECE = re.compile(r"[^\s\x00-\x1f\"'\\<>&/]+(?: [^\s\x00-\x1f\"'\\<>&/]+)*")

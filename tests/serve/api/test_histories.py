@@ -162,7 +162,12 @@ def test_what_tools_of_other_servers_did_becomes_a_note(caller: Live) -> None:
     search: dict[str, Any] = {"type": "web_search_call", "id": "a", "status": "completed", "action": {}}
     result = {"type": "web_search_tool_result", "tool_use_id": "a", "content": []}
     use = {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}
-    for dialect, turns in ((RESPONSES, [search]), (MESSAGES, [{"role": "assistant", "content": [use, result]}])):
+    programs = [{"type": name, "id": "a"} for name in ("program", "program_output", "additional_tools")]
+    for dialect, turns in (
+        (RESPONSES, [search]),
+        (RESPONSES, programs),
+        (MESSAGES, [{"role": "assistant", "content": [use, result]}]),
+    ):
         ask = user(text(dialect, "hi"))
         plain = prompt_tokens(post(caller, dialect, [ask, {"role": "assistant", "content": ""}, ask]))
         assert prompt_tokens(post(caller, dialect, [ask, *turns, ask])) > plain

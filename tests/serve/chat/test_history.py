@@ -149,6 +149,14 @@ def test_a_user_may_speak_after_a_result_or_an_unanswered_call_if_roles_must_alt
     assert "OK." not in prompt(JSON_RESULTS, *HELLO, call("1"), result, *HELLO)
 
 
+@pytest.mark.parametrize("tools", [[], [WEATHER]])
+def test_a_history_cut_before_a_call_needs_no_user_first(tools: Any) -> None:
+    """Clients that shorten a conversation may leave a call as its first message."""
+    turns = [call("a"), said("tool", "rain", tool_call_id="a")]
+    text = format_of("gemma").chat(turns, tools).text
+    assert text.index("<start_of_turn>user") < text.index("Oslo") < text.index("rain")
+
+
 def test_an_empty_answer_is_a_short_one_if_the_template_takes_none_and_results_stay_texts() -> None:
     result, empty = said("tool", "rain", tool_call_id="1"), said("assistant", "")
     text = prompt(ALTERNATING_BUT_CALLS, *HELLO, call("1"), result, empty, *HELLO)
