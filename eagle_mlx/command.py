@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -128,6 +129,8 @@ def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
     `kept` is the message for an interruption without one. A closed pipe is not an error, a full disk is one.
     """
     status = 0
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a locale that lacks a character, as on stderr
     try:
         status = _status(work, kept)
         if sys.stdout is not None:

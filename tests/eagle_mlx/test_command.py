@@ -196,6 +196,15 @@ def test_an_output_that_takes_no_text_ends_a_command_without_a_trace(
     assert ended.stderr == f"{reason}{code}\n"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_a_terminal_cannot_show_is_escaped(encoding: str) -> None:
+    program = "import eagle_mlx.command as c; c.exit_code(lambda: print('\\u03c4 \\udcff'))"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    text = "τ" if encoding == "utf-8" else r"\u03c4"
+    assert (ended.stdout.decode(encoding), ended.stderr) == (f"{text} \\udcff\n", b"")
+
+
 def test_a_signal_waits_until_a_deferred_block_checks() -> None:
     stop = Stop()
     with stop.listening():
