@@ -108,18 +108,17 @@ def collect(options: CollectOptions) -> None:
     target = options.loading.load(options.target)
     options.loading.wire_active()
     aux_layers = aux_layers_of(options.aux_layers, target)
-    if options.max_length > target.context_length:
-        raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
+    most = min(options.max_length, target.context_length)
     tokenizer, read = tokenizer_of(target), ReadReport()
     conversations = read_conversations(config, options.split, tokenizer, read)
     skip_bad = options.choice.filters.skip_bad
-    samples, report = render_all(tokenizer, conversations, options.max_length, skip_bad, target.vision)
+    samples, report = render_all(tokenizer, conversations, most, skip_bad, target.vision)
     if read.left_out or report.unusable:
         print(_counts(read, report))
     print(
         f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
         f"{report.loss_tokens:,} to learn; "
-        f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped because no answer was left"
+        f"{report.cut:,} cut at {most} tokens, {report.dropped:,} dropped because no answer was left"
     )
     for note in report.notes(target.name):
         print(note)

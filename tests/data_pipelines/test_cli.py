@@ -72,7 +72,6 @@ def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.Mo
         ('{"text": ', [], "bad.jsonl:2: not valid JSON"),
         ('{"prompt": "Hi"}', [], "bad.jsonl:2: no assistant turn"),
         ('{"q": 1}', [], "bad.jsonl:2: the row's keys (q) have no known shape"),
-        (None, ["--max-length", "9999"], "the target's context is 512 tokens"),
         (None, ["--max-length", "2"], "nothing to capture from"),
         (None, ["--aux-layers", "1,7"], "the target has layers 0 to 3"),
         (None, ["--aux-layers", "one"], "must be layer numbers"),
@@ -89,6 +88,17 @@ def test_bad_input_ends_with_2_and_leaves_nothing(
     assert f"error: {'' if argv else tmp_path}" in (err := capsys.readouterr().err)
     assert message in err
     assert list(tmp_path.iterdir()) == [data]
+
+
+def test_a_conversation_is_cut_at_the_targets_context(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = tmp_path / "long.jsonl", tmp_path / "shards"
+    data.write_text(json.dumps({"prompt": "Hi", "completion": "Yes. " * 600}))
+    command = ["collect", "--target", target, "--data", str(data), "--split", "all", "--output", str(output)]
+    assert cli.main(command) == 0
+    assert "1 cut at 512 tokens" in capsys.readouterr().out
+    assert [len(example.tokens) for example in ShardReader(output)] == [512]
 
 
 @pytest.mark.parametrize("command", ["collect", "regenerate"])
