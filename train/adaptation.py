@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle_mlx import hub, learn_costs
 from eagle_mlx.data_pipelines import MakeLimits, Wanted, read_conversations
-from eagle_mlx.errors import DataError, EagleError
+from eagle_mlx.errors import ConfigError, DataError, EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import HeadFolder
 from eagle_mlx.head_check import load_head
@@ -54,6 +54,8 @@ def settled(given: TrainConfig) -> TrainConfig:
     """
     if not given.head.adapt:
         return given
+    if (prompts := given.evaluation.prompts or FEWEST) < FEWEST:
+        raise ConfigError(f"--eval-prompts {prompts}: the judge needs at least {FEWEST}; give more, or leave it out")
     name, folder = given.head.adapt, hub.head_folder(given.head.adapt)
     kind, _ = layout_of(HeadFolder.read(folder))
     name = str(folder) if Path(name).expanduser().is_dir() else name  # of a run, its best head

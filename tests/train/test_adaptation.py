@@ -348,6 +348,7 @@ def test_a_resumed_run_comes_to_the_same_verdict(
             ("--adapt", "HEAD", "--data", "DATA", "--eval-data", "ONE", "--keep-tokens", ":64"),
             "1 prompt held out, but the judge needs",
         ),
+        (("--adapt", "HEAD", "--data", "DATA", "--eval-prompts", "5"), "--eval-prompts 5: the judge needs at least 6"),
         (("--adapt", "HEAD", "--data", "DATA", "--prompts", "DATA"), "--prompts and --data are both given"),
         (("--adapt", "HEAD", "--data", "DATA", "--init-from", "x"), "leave --init-from out"),
         (("--adapt", "HEAD", "--data", "DATA", "--shards", "x"), "give them with --data or --prompts"),
