@@ -232,6 +232,11 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that rejects duplicate keys: plain YAML silently keeps the last one."""
 
 
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """Return 1:30 as text: by YAML 1.1 it is 90."""
+    return node.value if ":" in node.value else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Hashable] = set()
     for key, _ in node.value:
@@ -246,3 +251,5 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)

@@ -76,6 +76,9 @@ def test_invalid_values(values: dict[str, Any], message: str) -> None:
     [
         ("a: [", "cannot be read as YAML"),
         ("- a\n- b", "must hold settings"),
+        ("hours: 1:30", "--hours must be a number, not '1:30'"),  # 90, by YAML 1.1
+        ("rows: 1:30", "--rows must be a whole number, not '1:30'"),
+        ("hours: 1:30.5", "--hours must be a number, not '1:30.5'"),
         ("lr: 1e-3\nrows: 2\nlr: 2e-3", "c.yaml.*'lr' appears twice; give each name once"),
     ],
 )
