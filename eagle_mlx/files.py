@@ -146,8 +146,8 @@ def is_empty(folder: Path) -> bool:
 
 def check_file(path: Path) -> None:
     """Raise OutputError unless a file can be written at this path, in a folder that may not exist yet."""
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path} is a {'folder' if path.is_dir() else 'device'}; name a file")
     check_writable(path.parent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -247,6 +248,14 @@ def test_outputs_are_checked_before_anything_is_loaded_or_computed(
         assert status == 2
         assert "is a folder; name a file" in err if place == "." else "taken is a file" in err
         assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("flag", ["eagle-bench --json", "eagle-doctor --json", "eagle-generate --file x --output"])
+def test_an_output_does_not_replace_a_device(flag: str, tmp_path: Path) -> None:
+    os.mkfifo(device := tmp_path / "null")
+    command, *given = flag.split()
+    assert f"error: {device} is a device; name a file" in run(command, *given, str(device))[2]
+    assert device.is_fifo()
 
 
 @pytest.mark.parametrize("command", ["eagle-bench", "eagle-chat", "eagle-generate", "eagle-serve"])
