@@ -107,8 +107,8 @@ def pull(name: str, target: str | None) -> int:
     """Download a head, or the first published one for the target `name`; return the exit status. Raises EagleError."""
     head = _published(name)
     repo, of = (head.head, target or head.target) if head else (hub.hub_id(name), target)
-    if repo is None:
-        raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
+    if repo is None or Path(repo).is_dir():
+        raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give it to eagle-serve with --head")
     hub.announce(repo, name)
     if head is None:
         _check_size(repo)

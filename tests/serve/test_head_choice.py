@@ -349,6 +349,14 @@ def test_pull_accepts_the_target_name_too(
     assert [record.names for record in records()] == [(TARGET,)]
 
 
+def test_a_folder_cannot_be_pulled(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(models.parent)
+    assert heads(["pull", name := f"{models.name}/target"]) == 2  # it looks like a hub id
+    assert f"error: {name} is not a hub id" in capsys.readouterr().err
+
+
 def test_pull_of_an_unknown_head(models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]) -> None:
     online.put("user/mine", files_of(models / "head"))
     assert heads(["pull", "user/mine", "--target", "makers/other"]) == 0
@@ -368,4 +376,4 @@ def test_pull_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{HEAD} is not in the hub's cache, and the hub cannot be reached" in err
     assert "Traceback" not in err
     assert heads(["pull", "./folder"]) == 2
-    assert "give --head ./folder" in capsys.readouterr().err
+    assert "give it to eagle-serve with --head" in capsys.readouterr().err
