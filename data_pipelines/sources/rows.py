@@ -195,7 +195,8 @@ def _message(item: Any, origin: str, fields: FieldMap, images: list[object]) -> 
         role, content, values["tool_calls"] = "assistant", *_calls_in(content, origin)
     if calls := _objects(values.pop("tool_calls", []), f"{origin}: `tool_calls`"):
         values["tool_calls"] = list(map(_call, calls))
-    return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, values)
+    role = fields.ours(SPEAKERS).get(role, role.lower())
+    return Message(_ROLES.get(role, role), content, values)
 
 
 def _content(value: Any, origin: str, images: list[object]) -> str:

@@ -149,7 +149,8 @@ def _parsed(line: bytes, origin: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
-        raise DataError(f"{origin}: not valid JSON at column {e.colno}: {e.msg.removesuffix(' at')}") from e
+        why = f"{e.msg.removesuffix(' at')}; each line must be a whole object"
+        raise DataError(f"{origin}: not valid JSON at column {e.colno}: {why}") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{origin}: not UTF-8: {e.reason} at byte {e.start}") from e
     except (ValueError, RecursionError) as e:  # endless numbers or lists

@@ -39,6 +39,9 @@ def test_further_shapes() -> None:
     roles = [{"from": r, "value": "v"} for r in ("system", "human", "gpt", "tool")]
     messages = parse_row({"conversations": roles}, "x:1").messages
     assert [m.role for m in messages] == ["system", "user", "assistant", "tool"]
+    capitals = [{"role": r, "content": "v"} for r in ("System", "User", "ASSISTANT", "Human", "GPT")]
+    messages = parse_row({"messages": capitals}, "x:1").messages
+    assert [m.role for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     assert parse_row({"messages": [call]}, "x:1").messages[0].as_dict() == {**call, "content": ""}
 

@@ -79,6 +79,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
         (b"", "x.jsonl is empty"),
         (b'{"text": "a"}\n\n{"text": \n', "x.jsonl:3: not valid JSON"),
         (b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not valid JSON"),
+        (b'{\n  "text": "a"\n}', "x.jsonl:1: not valid JSON at column 2: .*; each line must be a whole object"),
         (b'{"text": "a"}\n{"text": "b"', "x.jsonl:2: not valid JSON at column 13: Expecting"),
         (b'{"text": "a"}\n{"text": "b', "x.jsonl:2: not valid JSON at column 10: Unterminated string starting"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: not UTF-8"),
