@@ -430,7 +430,7 @@ def test_a_damaged_head_is_refused_and_nothing_written(
     damage: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = damaged(tmp_path / "h", damage)
-    assert main(["--source", str(source), "--to", "eagle3", "--output", str(tmp_path / "out")]) == 2
+    assert main([str(source), "--to", "eagle3", "--output", str(tmp_path / "out")]) == 2
     refused(message, tmp_path, capsys)
 
 
@@ -464,7 +464,6 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
         ("eagle3", ["--to", "mtp"], "--to can be eagle3 or speculators"),
         ("eagle3", ["--to", "speculators"], "name the target with --target"),
         ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be between 1 and 20"),
-        ("eagle3", ["--to", "eagle3", "--source", "x"], "give the head's folder or hub id"),
         (
             "eagle3",
             ["--to", "speculators", "--base-model", "a/b/c"],

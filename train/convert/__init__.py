@@ -42,8 +42,7 @@ class Extraction(Group):
 class Conversion(Group):
     """The head to convert, and its new layout. Raises ConfigError."""
 
-    given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
-    named: str | None = setting(None, "the same as SOURCE", name="source", metavar="SOURCE")
+    source: str = setting(REQUIRED, "folder or hub id of the head", name="SOURCE", positional=True)
     to: str = setting(REQUIRED, "layout to write", metavar=_LAYOUTS)
     output: str = setting(REQUIRED, "folder for the converted head", metavar="DIR")
     target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
@@ -54,12 +53,5 @@ class Conversion(Group):
     overwrite: bool = setting(False, "replace an existing output")
 
     def _check(self) -> None:
-        if bool(self.given) == bool(self.named):
-            raise ConfigError("give the head's folder or hub id, either as SOURCE or with --source")
         if self.base_model is not None:
             late("eagle_mlx.catalog.base_model:check_base_model")(self.base_model)
-
-    @property
-    def source(self) -> str:
-        """Folder or hub id of the head."""
-        return self.given or self.named or ""
