@@ -236,7 +236,7 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
     if not report["better_than_start"]:
         print("no later head was better than the start, so the start is the best head", file=sys.stderr)
     elif (gain := report["gain_over_start"]) is not None and gain["verdict"] != "better":
-        print(f"{gain['conversations']} prompts do not tell the head apart from the start; give more", file=sys.stderr)
+        print(f"{counted(gain['conversations'], 'prompt')} cannot tell it from the start; give more", file=sys.stderr)
     _register(config, folder / BEST, target, report)
 
 
