@@ -344,9 +344,9 @@ def _unsealed(text: str | None) -> str:
 
 def _turns(instructions: str | None, items: Sequence[Item], kept: int) -> Turns:
     """Return the turns of a chat. kept: how many items come from the previous response."""
-    before, last = items[-2:][0], items[-1]
-    is_own = isinstance(last, MessageItem) and last.role == "user" and not isinstance(before, CallOutputItem)
-    question = last.content if isinstance(last, MessageItem) and is_own else None
+    before = next((item for item in reversed(items) if getattr(item, "role", "") != "user"), None)
+    is_own = before is not items[-1] and not isinstance(before, CallOutputItem)  # so it is a message of the user
+    question = getattr(items[-1], "content", None) if is_own else None
     conversation = Turns(Pictures(question, f"input[{len(items) - kept - 1}].content"))
     if instructions:
         conversation.say("system", instructions)

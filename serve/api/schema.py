@@ -367,7 +367,8 @@ class ChatRequest(ChatExtensions, ChoicesRequest):
         """Return the messages for a template with marks for images, and the images. Raises ApiError 400 if the last is
         of a kind that no model here reads."""
         place, last = f"messages[{len(self.messages) - 1}].content", self.messages[-1]
-        is_own = last.role == "user" and self.messages[-2:][0].role != "tool"  # clients move a result's images there
+        before = next((message.role for message in reversed(self.messages) if message.role != "user"), "")
+        is_own = last.role == "user" and before != "tool"  # some clients move images of results there
         pictures = self._pictures or Pictures(last.content if is_own else None, place)
         return [message.plain(pictures, f"messages[{at}]") for at, message in enumerate(self.messages)], pictures
 

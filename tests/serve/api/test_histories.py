@@ -100,7 +100,7 @@ def test_an_image_that_a_client_moves_from_a_result_to_the_user_becomes_a_note(c
     if dialect is MESSAGES:  # roles alternate there
         turns[-1]["content"].append(picture)
     else:
-        turns.append(user(picture))
+        turns += [user(picture), user(picture)]  # one for each of several results
     assert prompt_tokens(post(caller, dialect, turns)) > 0
     answered = {"role": "assistant", "content": "I cannot see it."}
     assert post(caller, dialect, [*turns, answered, user(picture)]).status_code == 400
