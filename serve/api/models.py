@@ -117,13 +117,12 @@ class Models:
 
     async def unload(self, service: Service) -> None:
         """Unload a model. Raises ApiError 409 while it has requests, or if several machines share it."""
+        if service.ranks > 1:
+            problem = "runs on several machines, so it stays loaded; stop the server instead"
+            raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_shared")
+        _check_idle(service)  # at once, although another load may wait for this model
         async with self._turn:
-            if service.ranks > 1:
-                problem = "runs on several machines, so it stays loaded; stop the server instead"
-                raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_shared")
-            if not service.idle:
-                problem = "has requests in progress; unload it after they have finished"
-                raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_busy")
+            _check_idle(service)
             await self._end(service)
 
     async def unload_unused(self) -> None:
@@ -199,6 +198,12 @@ class Models:
         await service.worker.unload()
         service.state = "unloaded"
         self._taken.pop(service.name, None)
+
+
+def _check_idle(service: Service) -> None:
+    if not service.idle:
+        problem = "has requests in progress; unload it after they have finished"
+        raise ApiError(409, f"model {service.name!r} {problem}", "model", "model_busy")
 
 
 DEFAULT = "default"

@@ -204,6 +204,9 @@ def test_a_model_without_memory_waits_for_another_to_finish() -> None:
             second = pool.submit(complete, server, "b")
             server.until(lambda: server.models.services["b"].state == "loading")
             assert states(server) == {"a": "loaded", "b": "loading", "c": "unloaded"}
+            busy = server.http.post("/admin/unload", json={"model": "a"})
+            assert (busy.status_code, busy.json()["error"]["code"]) == (409, "model_busy")
+            assert states(server)["b"] == "loading", "nobody waits for the load to be told so"
         assert [first.result().status_code, second.result().status_code] == [200, 200]
         assert states(server) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
 
