@@ -319,7 +319,9 @@ class Engine:
         """
         if self._in_step:
             raise ConfigError("another thread decodes with this engine: let one call it, or one after another")
-        self._check_changeable()
+        observes = self.observer is None or callable(self.observer)
+        if not (observes and type(self.max_batch) is int and self.max_batch > 0):
+            self._check_changeable()
         work, ended = None, list[RequestState]()
         try:
             self._in_step = True
