@@ -272,6 +272,55 @@ SPACE = {"type": "namespace", "name": "a b", "tools": [{"type": "function", "nam
 BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
 
 
+@pytest.mark.parametrize("in_result", [False, True])
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (
+            {
+                "type": "document",
+                "title": "Trees",
+                "source": {"type": "text", "media_type": "text/plain", "data": "Oaks."},
+            },
+            "Trees\n\nOaks.",
+        ),
+        (
+            {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Oaks."}]}},
+            "Oaks.",
+        ),
+        (
+            {
+                "type": "search_result",
+                "source": "https://trees.example",
+                "title": "Trees",
+                "content": [{"type": "text", "text": "Oaks."}, {"type": "text", "text": "Elms."}],
+                "citations": {"enabled": True},
+            },
+            "Trees\n\nhttps://trees.example\n\nOaks.\n\nElms.",
+        ),
+    ],
+)
+def test_documents_of_text_and_search_results_are_read(
+    thinker: Live, block: dict[str, Any], text: str, in_result: bool
+) -> None:
+    def body(part: dict[str, Any]) -> dict[str, Any]:
+        if not in_result:
+            return user(part, {"type": "text", "text": "Which trees?"})
+        result = {"type": "tool_result", "tool_use_id": "toolu_0", "content": [part]}
+        call = {"type": "tool_use", "id": "toolu_0", "name": "find", "input": {}}
+        return {
+            "max_tokens": 8,
+            "messages": [*USER, {"role": "assistant", "content": [call]}, *user(result)["messages"]],
+        }
+
+    def asked(part: dict[str, Any]) -> tuple[Any, Any]:
+        given = {**body(part), "temperature": 0, "max_tokens": 8}
+        answer = thinker.http.post(MESSAGES, json=given).json()
+        return [block.get("thinking") for block in answer["content"]], answer["usage"]["input_tokens"]
+
+    assert asked(block) == asked({"type": "text", "text": text})
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
