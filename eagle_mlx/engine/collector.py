@@ -59,7 +59,7 @@ class Collector:
         self._held: list[tuple[list[tuple[_Positions, int, int, int]], mx.array]] = []
         """Observations on the device: texts with their row, first index and number of positions; and their states."""
         self._ended: list[tuple[_Positions, Example]] = []
-        """Texts that ended since, whose states are added later."""
+        """Texts that have ended. They get their states when the observations are copied."""
         self._examples: deque[Example] = deque()
         self.nbytes = 0
         """Bytes of the examples on the host that wait to be taken."""

@@ -61,6 +61,24 @@ def without_data(part: object) -> object:
     return {"type": "media", "kind": kind, "source": _url_of(part) if kind in TYPES else None}
 
 
+def with_retrieved_text(part: object) -> object:
+    """Return Anthropic's search results and documents of text as a block of text, under their titles.
+
+    Other parts are returned as `without_data` does.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in ("search_result", "document"):
+        return without_data(part)
+    about = part if kind == "search_result" else part.get("source")
+    content: Any = about.get("data" if about.get("type") == "text" else "content") if isinstance(about, dict) else None
+    if isinstance(content, list):
+        content = PARAGRAPH.join(str(block["text"]) for block in content if isinstance(block, dict) and "text" in block)
+    if not (isinstance(content, str) and content):
+        return without_data(part)
+    headings = [part[name] for name in ("title", "source", "context") if isinstance(part.get(name), str)]
+    return {"type": "text", "text": PARAGRAPH.join([*headings, content])}
+
+
 def _url_of(part: dict[str, Any]) -> str:
     """Return the URL of an image, empty if there is none."""
     about = next((part[name] for name in ("source", "image_url", "file_id") if part.get(name)), "")

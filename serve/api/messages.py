@@ -20,7 +20,7 @@ from .chat import EncodedChat
 from .conversation import BareTool, Names, OwnTool, PartsAnswer, PendingParts, Turns, arguments_of, counted, translated
 from .errors import ERRORS, EVENTS, NO_THREADS, ApiError, documented
 from .limits import Limits
-from .media import Media, Pictures, paragraphs, without_data
+from .media import Media, Pictures, paragraphs, with_retrieved_text
 from .metrics import stats
 from .received import models_of, receive
 from .schema import BY_TYPE, Body, ChatExtensions, ChatRequest, Many, T
@@ -70,33 +70,17 @@ class ToolReferenceBlock(Cached):
 ResultPart = TextBlock | ToolReferenceBlock | Media
 
 
-def _readable(part: object) -> object:
-    """Return a search result or a document of text as a block of text, under its title, and others as `without_data`
-    does."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in ("search_result", "document"):
-        return without_data(part)
-    about = part if kind == "search_result" else part.get("source")
-    content: Any = about.get("data" if about.get("type") == "text" else "content") if isinstance(about, dict) else None
-    if isinstance(content, list):
-        content = PARAGRAPH.join(str(block["text"]) for block in content if isinstance(block, dict) and "text" in block)
-    if not (isinstance(content, str) and content):
-        return without_data(part)
-    headings = [part[name] for name in ("title", "source", "context") if isinstance(part.get(name), str)]
-    return {"type": "text", "text": PARAGRAPH.join([*headings, content])}
-
-
 class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[Annotated[ResultPart, BY_TYPE, BeforeValidator(_readable)]] | None = None
+    content: str | Many[Annotated[ResultPart, BY_TYPE, BeforeValidator(with_retrieved_text)]] | None = None
     is_error: bool | None = None
 
 
 Block = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | Media,
     BY_TYPE,
-    BeforeValidator(_readable),
+    BeforeValidator(with_retrieved_text),
 ]
 
 
